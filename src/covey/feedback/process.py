@@ -1,6 +1,7 @@
 """Client of the training process in the endpoint: start, requests, end."""
 
 import contextlib
+import subprocess
 import sys
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -23,9 +24,7 @@ class Learning:
         mine, theirs = Pipe()
         self.connection: Connection = mine
         self.is_closed = False
-        with theirs:
-            descriptors = [theirs.fileno()]
-            self.process = start_module("covey.feedback.worker", descriptors, descriptors, sys.path)
+        self.process = _start(theirs)
         self._ask(settings)
 
     def make(self, order: Order) -> Made:
@@ -56,3 +55,8 @@ class Learning:
             raised = CoveyError(f"the process that learns failed: {answer[2]}")
             raise raised from Exception(f"in the process that learns:\n{answer[3]}")
         return answer
+
+
+def _start(theirs: Connection) -> subprocess.Popen[bytes]:
+    with theirs:
+        return start_module("covey.feedback.worker", [theirs.fileno()], [theirs.fileno()], sys.path)
