@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from covey import demo
 from covey.cli import main
 from covey.rollout import NativeSampler, SamplingParams
-from covey.serving.scoring import score_prompts
+from covey.serving.scoring import score_prompt
 from serving.clients import QUESTIONS, chat, client, server
 
 IDS = {"return_token_ids": True}
@@ -172,7 +172,7 @@ def test_echo_scores_in_the_precision_that_is_sampled_in(model, tokenizer):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         rounded = model(ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
     for dtype, is_rounded in (("bfloat16", True), ("float32", False)):
-        (scored,) = score_prompts(NativeSampler(model, tokenizer, dtype=dtype), ids.tolist(), 0)
+        scored = score_prompt(NativeSampler(model, tokenizer, dtype=dtype), ids[0].tolist(), 0)
         assert ([logp for logp, _ in scored] == pytest.approx(rounded, abs=1e-6)) == is_rounded
 
 

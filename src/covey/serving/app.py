@@ -253,8 +253,9 @@ class _Call:
             for p, ticket in enumerate(self.tickets)
         ]
 
-    async def _settle(self) -> None:
-        while not all(ticket.is_over for ticket in self.tickets):
+    async def _until(self, holds: Callable[[Ticket], object]) -> None:
+        """Wait until it holds for every ticket."""
+        while not all(map(holds, self.tickets)):
             await self.changed.wait()
             self.changed.clear()
         self._raise()
@@ -266,7 +267,7 @@ class _Call:
 
     async def whole(self) -> dict[str, Any]:
         """The answer, once it is written."""
-        await self._settle()
+        await self._until(lambda ticket: ticket.is_over)
         choices = []
         for ticket, row in zip(self.tickets, self._choices(), strict=True):
             written = ticket.group.completions if ticket.group else ()
@@ -289,8 +290,8 @@ class _Call:
         choices = self._choices()
         chunk = lambda parts: answer(self.api_request, self.id, self.created, parts, self._version)
         is_first = True
-        if self.api_request.echoes:
-            await self._scored()
+        if self.api_request.echoes:  # the log-probabilities of the prompts come before the first token
+            await self._until(lambda ticket: ticket.is_over or ticket.events or not ticket.prompt_request.scores_prompt)
         for choice in (choice for row in choices for choice in row):
             if (piece := choice.begin()) is not None:
                 body = chunk([piece])
@@ -316,15 +317,6 @@ class _Call:
                     yield chunk([choice.hear(Ended(choice.sample, False))])
         if self.api_request.includes_usage:
             yield {**chunk([]), "usage": usage(self.api_request, self.tickets)}
-
-    async def _scored(self) -> None:
-        """Wait for the log-probabilities of the prompts, which come before the first token."""
-        while not all(
-            ticket.is_over or ticket.events or not ticket.prompt_request.scores_prompt for ticket in self.tickets
-        ):
-            await self.changed.wait()
-            self.changed.clear()
-        self._raise()
 
 
 class _Streamed(StreamingResponse):

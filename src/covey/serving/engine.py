@@ -17,7 +17,7 @@ from covey.rollout.live import LiveRequest, LogprobsMode, Top
 from covey.rollout.sampling import sequence_key
 from covey.serving.counters import Counters
 from covey.serving.errors import APIError
-from covey.serving.scoring import Scored, score_prompts
+from covey.serving.scoring import Scored, score_prompt
 from covey.types import Group, Prompt
 
 logger = logging.getLogger(__name__)
@@ -165,10 +165,9 @@ class Engine:
         max_waiting: int,
         mode: LogprobsMode = "raw_logprobs",
         on_call: Callable[[Call], None] | None = None,
-        counters: Counters | None = None,
     ) -> None:
         self.mode, self.max_waiting, self.on_call = mode, max_waiting, on_call
-        self.counters = counters or Counters()
+        self.counters = Counters()
         self._lanes = {name: _Lane(sampler) for name, sampler in samplers.items()}
         self._changed = threading.Condition()
         self._inbox: deque[Ticket] = deque()
@@ -298,9 +297,8 @@ class Engine:
             if prompt_request.scores_prompt and not isinstance(lane.sampler, NativeSampler):
                 raise APIError(400, "The sampler of this run scores no prompts; leave echo with logprobs out.")
             if prompt_request.scores_prompt:
-                ticket.scored = score_prompts(
-                    lane.sampler, [prompt_request.prompt.token_ids], prompt_request.num_top or 0
-                )[0]
+                prompt_ids, num_top = prompt_request.prompt.token_ids, prompt_request.num_top or 0
+                ticket.scored = score_prompt(lane.sampler, prompt_ids, num_top)
             if prompt_request.limit:
                 lane.begin(ticket, self.mode)
             else:
