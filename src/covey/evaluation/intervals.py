@@ -63,17 +63,21 @@ def proportion(successes: int, count: int) -> Estimate:
     return Estimate(share, *wilson(share, count), count)
 
 
+def _finite(values: Sequence[float]) -> np.ndarray:
+    return np.asarray([value for value in values if not math.isnan(value)], dtype=np.float64)
+
+
 def mean(values: Sequence[float]) -> Estimate:
     """Mean with its normal-theory interval; NaN values are left out."""
-    x = np.asarray([value for value in values if not math.isnan(value)], dtype=np.float64)
+    x = _finite(values)
     if x.size == 0:
         return Estimate(math.nan, math.nan, math.nan, 0)
     spread = Z95 * float(x.std(ddof=1)) / math.sqrt(x.size) if x.size > 1 else math.inf
     return Estimate(float(x.mean()), float(x.mean()) - spread, float(x.mean()) + spread, int(x.size))
 
 
-def bounded_mean(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> Estimate:
-    """Mean of values that cannot leave [low, high], with an interval that cannot either; NaN values are left out.
+def bounded_mean(values: Sequence[float]) -> Estimate:
+    """Mean of values that cannot leave [0, 1], with an interval that cannot either; NaN values are left out.
 
     Wilson's score interval with the binomial variance exchanged for the one that was measured: the number of values is
     scaled by `p (1 - p) / s^2`, as for a sample with a design effect (Korn and Graubard 1998), at least 1: values within
@@ -84,14 +88,13 @@ def bounded_mean(values: Sequence[float], low: float = 0.0, high: float = 1.0) -
     >>> round(e.low, 3), e.high
     (0.839, 1.0)
     """
-    x = np.asarray([value for value in values if not math.isnan(value)], dtype=np.float64)
+    x = _finite(values)
     if x.size == 0:
-        return Estimate(math.nan, low, high, 0)
-    share = min(1.0, max(0.0, float((x.mean() - low) / (high - low))))
-    variance = float(x.var(ddof=1)) / (high - low) ** 2 if x.size > 1 else 0.0
+        return Estimate(math.nan, 0.0, 1.0, 0)
+    share = min(1.0, max(0.0, float(x.mean())))
+    variance = float(x.var(ddof=1)) if x.size > 1 else 0.0
     effect = share * (1 - share) / variance if variance > 0 else 1.0
-    interval = wilson(share, x.size * max(1.0, effect))
-    return Estimate(float(x.mean()), low + (high - low) * interval[0], low + (high - low) * interval[1], int(x.size))
+    return Estimate(float(x.mean()), *wilson(share, x.size * max(1.0, effect)), int(x.size))
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
@@ -111,13 +114,11 @@ def mean_of_few(values: Sequence[float]) -> Estimate:
     >>> round(e.low, 2), round(e.high, 2)
     (-0.48, 4.48)
     """
-    x = np.asarray([value for value in values if not math.isnan(value)], dtype=np.float64)
-    if x.size == 0:
-        return Estimate(math.nan, math.nan, math.nan, 0)
-    if x.size == 1:
-        return Estimate(float(x[0]), -math.inf, math.inf, 1)
+    estimate, x = mean(values), _finite(values)
+    if x.size < 2:
+        return estimate
     spread = quantile(0.975, x.size - 1) * float(x.std(ddof=1)) / math.sqrt(x.size)
-    return Estimate(float(x.mean()), float(x.mean()) - spread, float(x.mean()) + spread, int(x.size))
+    return replace(estimate, low=estimate.value - spread, high=estimate.value + spread)
 
 
 def mean_of_seeds(values: Sequence[float]) -> Estimate:
