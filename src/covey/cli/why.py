@@ -1,5 +1,6 @@
 """`covey why RUN --step N`: a recorded step made again with one thing changed at a time; which change removes the trouble."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from covey.cli import output, trust
@@ -28,7 +29,7 @@ def run(args: Args) -> None:
             "changes": [{"kind": remedy.change.kind, "said": remedy.change.said, "removes": remedy.share, "interval": [remedy.low, remedy.high], "named": is_named(remedy), "troubles": [place + 1 for place in remedy.removes]} for remedy in diagnosis.remedies],
             "grad_norm": {"replayed": diagnosis.replayed[0], "recorded": diagnosis.replayed[1]},
             "left_out": diagnosis.left_out,
-            "teacher": None if recorded.teacher is None else recorded.teacher.to_dict(),
+            "teacher": None if recorded.teacher is None else asdict(recorded.teacher),
         })  # fmt: skip
         return
     was = "" if diagnosis.replayed[1] is None else f" (recorded: {diagnosis.replayed[1]:.4g})"

@@ -1,7 +1,7 @@
 """Troubles of a step, and the single changes that remove them: each replayed, compared, ranked."""
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -81,7 +81,8 @@ def diagnose(recorded: Recorded) -> Diagnosis:
     base = replay.effect(lambda groups, algorithm: (groups, algorithm, 1.0, None))
     against = contradictions(recorded)
     troubles = [*_troubles(recorded, base), *_troubles_of_slices(against)]
-    changes = [*_changes(recorded, replay), *map(_without_slice, against)] if troubles else []
+    slices = [_without("slice", f"the prompts with {c.said} left out", c.places) for c in against]
+    changes = [*_changes(recorded, replay), *slices] if troubles else []
     remedies = [_remedy(change, troubles, base, replay.effect(change.apply)) for change in changes]
     kinds = ("stale", "slice", "group", "reward", "scale", "reference", "clip", "learning_rate")
     order = {kind: place for place, kind in enumerate(kinds)}
@@ -124,7 +125,7 @@ def _troubles(recorded: Recorded, base: Effect) -> Iterator[Trouble]:
         if len(base.gains) > 1 and _interval(gains)[1] < 0:
             yield Trouble(
                 said=f"the update lowers the reward {name} (to first order; shown as minus its change)",
-                measure=partial(_loss_of, name=name),
+                measure=lambda e, name=name: -e.gains[name],  # type: ignore[misc]
                 limit=0.0,
             )
 
@@ -149,16 +150,6 @@ def _outsized(effect: Effect) -> Any:
     """[1] the largest group by absolute advantages, in medians of those with signal; 1 where they are few."""
     loud = effect.weights[effect.weights > 0]
     return np.array([loud.max() / np.median(loud) if len(loud) >= FEWEST_GROUPS else 1.0])
-
-
-def _without_slice(contradiction: Contradiction) -> Change:
-    rest = lambda g, a: ([group for i, group in enumerate(g) if i not in contradiction.places], a, 1.0, None)
-    return Change(kind="slice", said=f"the prompts with {contradiction.said} left out", apply=rest)
-
-
-def _loss_of(effect: Effect, name: str) -> Any:
-    """Minus what the update gains of a reward, to first order."""
-    return -effect.gains[name]
 
 
 def _changes(recorded: Recorded, replay: Replay) -> Iterator[Change]:
@@ -203,8 +194,12 @@ def _heavy(recorded: Recorded) -> list[int]:
 def _without_groups(recorded: Recorded, places: list[int]) -> Change:
     uids = ", ".join(recorded.groups[i].prompt.uid for i in places)
     sentence = f"the group of prompt {uids} left out" if len(places) == 1 else f"the groups of prompts {uids} left out"
+    return _without("group", sentence, places)
+
+
+def _without(kind: str, sentence: str, places: Sequence[int]) -> Change:
     rest = lambda g, a: ([group for i, group in enumerate(g) if i not in places], a, 1.0, None)
-    return Change(kind="group", said=sentence, apply=rest)
+    return Change(kind=kind, said=sentence, apply=rest)
 
 
 def _rejudge(recorded: Recorded) -> Iterator[Change]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -335,9 +335,6 @@ class TeacherSignal:
                 for pull in pulls
             ]
         return out
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def signal_of(rows: Sequence[Mapping[str, Any]], tokenizer: Path) -> TeacherSignal | None:
