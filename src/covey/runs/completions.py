@@ -6,6 +6,7 @@ name of `log_extra`, and `advantage`. `rollouts/` has more of them, with tokens.
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,12 @@ from covey.runs.step_files import write_table
 from covey.types import Group
 
 FOLDER = "completions"
+FILES = re.compile(r"completions_(\d+)\.parquet")
 
 
 def write(folder: Path, step: int, groups: Sequence[Group], reward_names: Sequence[str]) -> None:
     """Write the file of this step, whole or not at all. OSError when the disk refuses."""
     write_table(folder / f"completions_{step:05d}.parquet", table_of(step, groups, reward_names), "snappy")
-
-
-def truncate_to(folder: Path, step: int) -> None:
-    """Remove the files of later steps, which a resumed run will write again."""
-    for path in folder.glob("completions_*.parquet"):
-        number = path.stem.rpartition("_")[2]
-        if number.isdecimal() and int(number) > step:
-            path.unlink()
 
 
 def table_of(step: int, groups: Sequence[Group], reward_names: Sequence[str]) -> pa.Table:

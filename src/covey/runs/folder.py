@@ -24,6 +24,7 @@ from covey.runs import (
     rollouts,
     serialization,
     status,
+    step_files,
     traces,
 )
 from covey.runs.lock import FolderLock, refuse_trespass
@@ -248,8 +249,8 @@ class RunFolder:
         for log in (self.metrics, *event_logs):
             log.truncate_to(step)
         rollouts.truncate_to(self.path / "rollouts", step)
-        completions.truncate_to(self.path / completions.FOLDER, step)
-        traces.truncate_to(self.path / traces.FOLDER, step)
+        for others in (completions, traces):
+            step_files.truncate_to(self.path / others.FOLDER, step, others.FILES)
         self.drop_evaluations(step + 1)
 
     def drop_evaluations(self, step: int) -> None:

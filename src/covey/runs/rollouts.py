@@ -44,22 +44,20 @@ def table_of(
     reward_names: Sequence[str],
     *,
     weights: Sequence[float] | None = None,
-    render: Callable[[Prompt], str] | None = None,
     per_token: TokenNumbers | None = None,
 ) -> pa.Table:
     """The rows that `write` writes.
 
-    `weights` [R] of the total of groups that have no `totals`, ones by default. `render` gives the prompt as the model read it; by default its text, or
-    its messages a line each. `per_token` adds columns: for each name, the numbers [T] of each completion of each group.
+    `weights` [R] of the total of groups that have no `totals`, ones by default. `per_token` adds columns: for each name, the
+    numbers [T] of each completion of each group.
     """
-    render = render or plain_prompt
     members = [(p, g, group, done) for p, group in enumerate(groups) for g, done in enumerate(group.completions)]
     columns: dict[str, pa.Array] = {
         "step": pa.array([step] * len(members), pa.int64()),
         "prompt_uid": _texts(group.prompt.uid for _, _, group, _ in members),
         "group": pa.array([p for p, _, _, _ in members], pa.int32()),
         "completion_index": pa.array([g for _, g, _, _ in members], pa.int32()),
-        "prompt": _texts(render(group.prompt) for _, _, group, _ in members),
+        "prompt": _texts(plain_prompt(group.prompt) for _, _, group, _ in members),
         **_messages(groups),
         "completion": _texts(done.text for _, _, _, done in members),
         "finish": _texts(done.finish for _, _, _, done in members),

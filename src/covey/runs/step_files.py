@@ -14,17 +14,22 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.parquet"
 
 
+def files(folder: Path, pattern: re.Pattern[str] = _FILE) -> list[tuple[int, Path]]:
+    """(step, file) of the files on the disk that have such names, in order."""
+    paths = list(folder.iterdir()) if folder.is_dir() else []
+    return sorted((int(match[1]), path) for path in paths if (match := pattern.fullmatch(path.name)))
+
+
 def steps(folder: Path) -> list[int]:
     """Steps whose file is on the disk, in order."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+    return [step for step, _ in files(folder)]
 
 
-def truncate_to(folder: Path, step: int) -> None:
+def truncate_to(folder: Path, step: int, pattern: re.Pattern[str] = _FILE) -> None:
     """Remove the files of later steps, which a resumed run will write again."""
-    for later in steps(folder):
+    for later, path in files(folder, pattern):
         if later > step:
-            path_of(folder, later).unlink()
+            path.unlink(missing_ok=True)
 
 
 def write_table(path: Path, table: Any, compression: str = "zstd") -> Path:

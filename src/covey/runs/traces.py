@@ -4,10 +4,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from covey.runs import step_files
 from covey.runs.storage import refuse_link
 
 FOLDER = "traces"
-_FILE = re.compile(r"step-(\d+)(\.rank-\d+)?\.jsonl")
+FILES = re.compile(r"step-(\d+)(\.rank-\d+)?\.jsonl")
 
 
 def append(folder: Path, step: int, lines: Iterable[str], rank: int = 0) -> Path:
@@ -20,23 +21,11 @@ def append(folder: Path, step: int, lines: Iterable[str], rank: int = 0) -> Path
     return path
 
 
-def files(folder: Path) -> list[tuple[int, Path]]:
-    """(step, file), in order."""
-    names = list(folder.iterdir()) if folder.is_dir() else []
-    return sorted((int(match[1]), path) for path in names if (match := _FILE.fullmatch(path.name)))
-
-
-def truncate_to(folder: Path, step: int) -> None:
-    """Remove the files of later steps, which a resumed run will write again."""
-    for later, path in files(folder):
-        if later > step:
-            path.unlink(missing_ok=True)
-
-
 def thin(folder: Path, limit: int) -> None:
     """Keep the files of `limit` steps: the first, and the newest."""
-    steps = sorted({step for step, _ in files(folder)})
+    written = step_files.files(folder, FILES)
+    steps = sorted({step for step, _ in written})
     gone = set(steps[1 : len(steps) - limit + 1]) if len(steps) > limit else set()
-    for step, path in files(folder):
+    for step, path in written:
         if step in gone:
             path.unlink(missing_ok=True)
