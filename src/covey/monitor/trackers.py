@@ -170,20 +170,17 @@ class Trackers(TrainerCallback):
         self._mlflow_run = opened.info.run_id
 
     def _tell_wandb(self, alert: Alert, text: str) -> None:
-        wandb = sys.modules.get("wandb")
-        run = getattr(wandb, "run", None)
-        if run is not None:
+        if (run := sys.modules["wandb"].run) is not None:
             run.alert(title=f"{alert.rule} at step {alert.step}", text=text, level=_LEVELS[alert.severity])
 
     def _tell_trackio(self, alert: Alert, text: str) -> None:
-        if "trackio" in self.names:
-            import trackio
+        import trackio
 
-            level = trackio.AlertLevel[_LEVELS[alert.severity]]
-            trackio.alert(title=f"{alert.rule} at step {alert.step}", text=text, level=level)
+        level = trackio.AlertLevel[_LEVELS[alert.severity]]
+        trackio.alert(title=f"{alert.rule} at step {alert.step}", text=text, level=level)
 
     def _tell_mlflow(self, alert: Alert, text: str) -> None:
-        if "mlflow" in self.names and sys.modules["mlflow"].active_run() is not None:
+        if sys.modules["mlflow"].active_run() is not None:
             sys.modules["mlflow"].set_tag(f"alert.{alert.rule}", text[:_LONGEST])
 
     def _tell_tensorboard(self, alert: Alert, text: str) -> None:
