@@ -17,12 +17,10 @@ def show_header(args: Args, overrides: Mapping[str, Any]) -> None:
         output.say("\n".join(header_lines(args, overrides)))
 
 
-def show_rows(dataset: Any, held_out: Any = None) -> None:
+def show_rows(dataset: Any) -> None:
     """Say how many prompts there are, once they are read."""
     if int(os.environ.get("RANK", "0") or 0) == 0:
-        more = f", {len(held_out):,} held out" if hasattr(held_out, "__len__") else ""
-        rows = f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream"
-        output.say(_entry("rows", rows + more))
+        output.say(_entry("rows", f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream"))
 
 
 def header_lines(args: Args, overrides: Mapping[str, Any]) -> list[str]:
