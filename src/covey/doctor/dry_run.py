@@ -142,7 +142,7 @@ def measured(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompt_to
         live = target.live()
         with live:
             made.append((_learner(args, model, peft_config, live, target), live))
-    tokens = _tokens_of_a_pass(args, [learner for learner, _ in made], few, layers, made, target)
+    tokens = _tokens_of_a_pass(args, made, few, layers, target)
     results = []
     for learner, live in made:
         learner.micro_batcher.limits.max_tokens = tokens
@@ -152,10 +152,14 @@ def measured(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompt_to
 
 
 def _tokens_of_a_pass(
-    args: GRPOConfig, learners: Sequence[Learner], few: tuple[int, int] | None, layers: int, made: Any, target: Target
+    args: GRPOConfig,
+    made: Sequence[tuple[Learner, FakeBytes]],
+    few: tuple[int, int] | None,
+    layers: int,
+    target: Target,
 ) -> int | None:
     """Tokens of one forward pass at the start, of the whole model."""
-    limit = args.max_tokens_per_microbatch
+    limit, learners = args.max_tokens_per_microbatch, [learner for learner, _ in made]
 
     def whole(values: Sequence[float]) -> float:
         return values[0] if few is None else values[1] + (layers - few[1]) * (values[1] - values[0]) / (few[1] - few[0])
@@ -171,14 +175,11 @@ def _tokens_of_a_pass(
         weights = whole(
             [nbytes([*learner.policy.model.parameters(), *learner.policy.model.buffers()]) for learner in learners]
         )
-        free = free_on(_accelerator()) if target.memory is None else target.memory
+        here = torch.accelerator.current_accelerator() or CPU
+        free = free_on(here) if target.memory is None else target.memory
         return free - (weights + whole([update_bytes(learner.policy) for learner in learners])) / target.shards
 
     return starting_tokens(limit, learners[0].policy, on_cpu=target.on_cpu, bytes_each=each, room=room)
-
-
-def _accelerator() -> torch.device:
-    return torch.accelerator.current_accelerator() or CPU
 
 
 def _count_step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: int) -> Measured:

@@ -13,6 +13,7 @@ def as_html(summary: Summary) -> str:
     )
     notes = "".join(f"<li>{text(note)}</li>" for note in summary.notes)
     details = "".join(_details(entry) for entry in summary.entries)
+    languages = [(name, f"{count:,}") for name, count in summary.languages.items()]
     body = f"""<h1>{text(summary.source)}: {summary.num_rows:,} rows</h1>
 <p class="lead{"" if summary.is_ok else " mend"}">{text(verdict)}</p>
 <ul>{notes}</ul>
@@ -23,7 +24,7 @@ def as_html(summary: Summary) -> str:
 <h2>Lengths</h2>
 {_lengths(summary)}
 <h2>Languages</h2>
-{_languages(summary)}"""
+{table(languages, ("seems to be", "rows"), {1: "number"})}"""
     return page_of(f"{summary.source}: its faults", body)
 
 
@@ -53,8 +54,3 @@ def _lengths(summary: Summary) -> str:
     named = [(name, values) for name, values in summary.lengths.items() if values]
     rows = [(name, *(f"{value:,.0f}" for value in values.values())) for name, values in named]
     return table(rows, ("of a prompt", "least", "5%", "median", "95%", "most"), dict.fromkeys(range(1, 6), "number"))
-
-
-def _languages(summary: Summary) -> str:
-    rows = [(name, f"{count:,}") for name, count in summary.languages.items()]
-    return table(rows, ("seems to be", "rows"), {1: "number"})

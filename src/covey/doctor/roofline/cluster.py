@@ -96,9 +96,8 @@ def nearest(setup: Setup, made: list[Way], plans: list[Choice]) -> str:
         here = replace(setup, gpus=count, gpu=other)
         moved = [replace(way, setup=replace(way.setup, gpus=count, gpu=other)) for way in made]
         split = [_also_split(way) for way in moved if count > 1 and setup.gpus == 1]
-        fitting = next(
-            (choice for choice in choices(_as_many(here, setup), [*moved, *split]) if choice.plan.fits), None
-        )
+        as_many = with_learners(here, count, completions_of(setup)) or here  # completions a step
+        fitting = next((choice for choice in choices(as_many, [*moved, *split]) if choice.plan.fits), None)
         if fitting is not None:
             return f"{sentence}; {fitting.name} would fit {count} x {other.name}."
     return f"{sentence}; shorten --max-completion-length, or choose a smaller model."
@@ -135,11 +134,6 @@ def with_learners(setup: Setup, learners: int, completions: int) -> Setup | None
 def completions_of(setup: Setup) -> int:
     """Completions of a step where every GPU learns."""
     return int(setup.args.per_device_train_batch_size * setup.args.gradient_accumulation_steps * setup.gpus)
-
-
-def _as_many(here: Setup, before: Setup) -> Setup:
-    """The setup with the completions a step of another number of GPUs."""
-    return with_learners(here, here.gpus, completions_of(before)) or here
 
 
 def _also_split(way: Way) -> Way:
