@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import xxhash
 
 from covey.monitor.view.latest import reason_of
 from covey.runs.step_files import path_of
@@ -264,7 +265,8 @@ def summary_of(tables: Mapping[int, pa.Table]) -> np.ndarray:
     out = np.zeros(len(starts), NUMBERS)
     out["step"], out["group"], out["size"] = step[starts], group[starts], sizes
     out["first_row"] = starts - first[starts]
-    out["uid"] = _hashes(table["prompt_uid"].take(pa.array(starts)))
+    uids = table["prompt_uid"].take(pa.array(starts)).to_pylist()
+    out["uid"] = [xxhash.xxh64_intdigest((uid or "").encode()) for uid in uids]
     rewards = floats_of(table, "reward")
     scored = np.isfinite(rewards)
     scores = np.add.reduceat(scored, starts, dtype=np.int64)
@@ -291,12 +293,6 @@ def floats_of(table: pa.Table, name: str) -> np.ndarray:
     if name not in table.column_names:
         return np.full(table.num_rows, np.nan)
     return np.asarray(table[name].cast(pa.float64()).to_numpy())
-
-
-def _hashes(texts: pa.ChunkedArray) -> np.ndarray:
-    import xxhash
-
-    return np.array([xxhash.xxh64_intdigest((text or "").encode()) for text in texts.to_pylist()], dtype=np.uint64)
 
 
 def _changes(table: np.ndarray) -> np.ndarray:
@@ -348,9 +344,13 @@ def select(table: np.ndarray, filters: Mapping[str, Any], sort: str) -> np.ndarr
     if filters.get("uid") is not None:
         keep &= table["uid"] == np.uint64(filters["uid"])
     number, descending = SORTS[sort]
-    values = table[number].astype(np.float64)
     if number != "step":
-        keep &= ~np.isnan(values)
+        keep &= ~np.isnan(table[number])
     places = np.flatnonzero(keep)
-    keys = -values[places] if descending else values[places]
-    return places[np.argsort(keys, kind="stable")]
+    return np.take(places, ordered(table[number][places], descending))
+
+
+def ordered(values: np.ndarray, descending: bool) -> np.ndarray:
+    """Places [n] in the order of values [n], equal ones as they stand."""
+    keys = values.astype(np.float64)
+    return np.argsort(-keys if descending else keys, kind="stable")

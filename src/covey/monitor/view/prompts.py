@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv as write
 
-from covey.monitor.view.groups import GroupIndex
+from covey.monitor.view.groups import GroupIndex, ordered
 from covey.monitor.view.search import prompts_of
 
 STATES = ("solved", "flaky", "unsolved")
@@ -60,7 +60,8 @@ class PromptIndex:
                 self._groups = groups
             records, limit = self._rows, self._usual if threshold is None else threshold
             if sort is not None and sort not in self._orders:
-                self._orders[sort] = _sort(records, sort)
+                name, descending = ORDERS[sort]
+                self._orders[sort] = ordered(records[name], descending)
             order = {} if sort is None else {"sorted": self._orders[sort]}
         return records | states_of(records, limit) | order, limit, groups
 
@@ -150,12 +151,6 @@ def states_of(records: Mapping[str, np.ndarray], threshold: float) -> dict[str, 
     limit = threshold - 1e-6 * abs(threshold)  # `lowest_passing` of covey.types, which PyTorch comes with
     state = np.where(records["lowest"] >= limit, 0, np.where(records["highest"] >= limit, 1, 2))
     return {"state": state, "forgotten": (records["best"] >= limit) & (state == 2)}
-
-
-def _sort(records: Mapping[str, np.ndarray], sort: str) -> np.ndarray:
-    name, is_descending = ORDERS[sort]
-    keys = records[name].astype(np.float64)
-    return np.argsort(-keys if is_descending else keys, kind="stable")
 
 
 def _select(records: Mapping[str, np.ndarray], state: str) -> np.ndarray:

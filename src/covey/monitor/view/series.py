@@ -107,8 +107,9 @@ class SeriesIndex:
             return False
         if rows > self._room:
             self._room = max(rows, 2 * self._room, 1024)
+            more = (0, self._room - self._rows)
             for name, old in self._columns.items():
-                self._columns[name] = _grown(old[: self._rows], self._room)
+                self._columns[name] = np.pad(old[: self._rows], more, constant_values=np.nan)
         for name, values in columns.items():
             if name not in self._columns:
                 self._columns[name] = np.full(self._room, np.nan)
@@ -152,12 +153,6 @@ class SeriesIndex:
         return steps, values
 
 
-def _grown(column: np.ndarray, room: int) -> np.ndarray:
-    new = np.full(room, np.nan)
-    new[: len(column)] = column
-    return new
-
-
 def _columns_of(block: bytes) -> dict[str, np.ndarray]:
     """The numeric columns of whole lines; `step` is always there. Of more metrics than one run may have, the first ones."""
     rows = [row for row in map(_row_of, block.splitlines()) if row is not None]
@@ -172,12 +167,9 @@ def _columns_of(block: bytes) -> dict[str, np.ndarray]:
 def _numbers(values: list[Any]) -> np.ndarray:
     """Of one metric; NaN for what is no number, `inf` for a whole number too large for a float."""
     if not set(map(type, values)) <= {float, type(None)}:
-        values = [_number(value) if type(value) in (int, float) else None for value in values]
+        numbers = [value if type(value) in (int, float) else None for value in values]
+        values = [NOT_FINITE if value is not None and abs(value) >= 2**1023 else value for value in numbers]
     return np.array(values, dtype=np.float64)
-
-
-def _number(value: int | float) -> float:
-    return float(value) if abs(value) < 2**1023 else NOT_FINITE
 
 
 def _row_of(line: bytes) -> dict[str, Any] | None:
