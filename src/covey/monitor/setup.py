@@ -38,15 +38,12 @@ def build_monitor(
     """Everything watched of a `Learner`, whose updates `meter` measures. `outlets`: further receivers of alerts in the main process, in addition to the
     options' webhook; none on others."""
     audits = audit_metrics(args, reward_names, reward_weights)
-    custom = custom_detectors(args.alert_detectors or ())
-    hooks = (
-        [Webhook(args.alert_webhook, run=str(args.run_name or args.output_dir))]
-        if args.alert_webhook and outlets
-        else []
-    )
+    named = [load(rule, "alert detector") if isinstance(rule, str) else rule for rule in args.alert_detectors or ()]
+    has_hook = args.alert_webhook and outlets
+    hooks = [Webhook(args.alert_webhook, run=str(args.run_name or args.output_dir))] if has_hook else []
     return Monitor(
         reward_names=tuple(reward_names),
-        watch=Watch([*standard(audits, paid_weights(reward_names, reward_weights)), *custom]),
+        watch=Watch([*standard(audits, paid_weights(reward_names, reward_weights)), *map(_Guarded, named)]),
         meter=meter,
         anchor=Anchor(learner.annotate),
         slices=Slices(args.metrics_by or ()),
@@ -153,13 +150,6 @@ def body_of(alert: Alert, run: str) -> dict[str, Any]:
     }
 
 
-def custom_detectors(detectors: Sequence[Any]) -> tuple[Callable[[History], Alert | None], ...]:
-    """Callables, and those that import paths such as "my_alerts.py:too_polite" lead to. ConfigError where one does not."""
-    return tuple(
-        _Guarded(load(detector, "alert detector") if isinstance(detector, str) else detector) for detector in detectors
-    )
-
-
 class _Guarded:
     """A user's detector whose exceptions, and results that are no alert, become the alert `detector_failed`; the run goes on."""
 
@@ -181,12 +171,5 @@ class _Guarded:
 
     def _failed(self, seen: History, sentence: str, where: str) -> Alert:
         advice = ("return history.alert(...) or None; history[name].last(10) may be empty",)
-        return seen.alert(
-            "detector_failed",
-            "warning",
-            f"the detector {self.name} {sentence}",
-            advice,
-            parts=[self.name],
-            detector=self.name,
-            at=where,
-        )
+        sentence, about = f"the detector {self.name} {sentence}", {"detector": self.name, "at": where}
+        return seen.alert("detector_failed", "warning", sentence, advice, parts=[self.name], **about)
