@@ -26,7 +26,9 @@ def state_of(manifest: Mapping[str, Any], folder: Path) -> str:
     if last.get("host") == platform.node():
         mark = last.get("process_mark")
         return state if is_alive(last["process"], mark if isinstance(mark, str) else None) else "died"
-    return state if time.time() - _last_written(folder) < SILENT_SECONDS else "silent"
+    files = [path for name in _RECORDS if (path := folder / name).is_file()]
+    last_written = max((path.stat().st_mtime for path in files), default=0.0)
+    return state if time.time() - last_written < SILENT_SECONDS else "silent"
 
 
 def is_alive(process: int, mark: str | None = None) -> bool:
@@ -59,8 +61,3 @@ def _words(process: int) -> list[str]:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
-
-
-def _last_written(folder: Path) -> float:
-    files = [folder / name for name in _RECORDS]
-    return max((path.stat().st_mtime for path in files if path.is_file()), default=0.0)
