@@ -12,7 +12,7 @@ from covey.errors import ConfigError
 
 if TYPE_CHECKING:
     from covey.doctor.data_check.inspection import Inspection
-    from covey.doctor.data_check.summary import Entry, Summary
+    from covey.doctor.data_check.summary import Summary
 
 _FLAGS = (
     Flag(name="prompt_column", help="Column that holds the prompt.", default="prompt", group="data"),
@@ -163,7 +163,11 @@ def _show(report: Summary, num_examples: int) -> None:
         if entries:
             output.result(f"\n{title:<36}{'kind':<16}{'rows':>8}  {'share':>6}")
         for entry in entries:
-            _show_entry(entry, report.num_rows, num_examples)
+            share = 100 * entry.count / report.num_rows
+            output.result(f"  {entry.kind.title:<34}{entry.kind.name:<16}{entry.count:>8,}  {share:>5.2f}%")
+            for example in entry.examples[:num_examples]:
+                output.result(f"      row {example.row} {example.why}\n          {_short(example.begins)}")
+            output.result(f"      fix: {entry.kind.fix}")
     output.result("" if report.entries else "\nNothing found.")
     for note in report.notes:
         output.result(f"note: {note}")
@@ -171,15 +175,6 @@ def _show(report: Summary, num_examples: int) -> None:
         output.result(
             f"covey data clean would leave out {_in_rows(report.to_drop)} and mend {report.to_change:,}; it writes a new file."
         )  # fmt: skip
-
-
-def _show_entry(entry: Entry, num_rows: int, num_examples: int) -> None:
-    count = entry.count
-    output.result(f"  {entry.kind.title:<34}{entry.kind.name:<16}{count:>8,}  {100 * count / num_rows:>5.2f}%")
-    for example in entry.examples[:num_examples]:
-        output.result(f"      row {example.row} {example.why}")
-        output.result(f"          {_short(example.begins)}")
-    output.result(f"      fix: {entry.kind.fix}")
 
 
 def _in_rows(rows: int) -> str:

@@ -187,16 +187,12 @@ def _examples(options: dict[str, Any]) -> tuple[Examples, Examples]:
         raise DataError(
             f"{options['dataset']} leaves {len(rows)} rows to learn from and {len(held)} held out; give more prompts."
         )
-    _refuse_others(options, type(rows[0]).__name__ == "Pair")
-    return rows, held
-
-
-def _refuse_others(options: dict[str, Any], is_pairs: bool) -> None:
-    """Raise ConfigError for an option that acts on the other kind of rows only."""
+    is_pairs = type(rows[0]).__name__ == "Pair"
     if is_pairs and (options["step_separator"] or options["aggregate"]):
         raise ConfigError("--step-separator and --aggregate belong to scored steps; the data set has pairs.")
     if not is_pairs and options["center_rewards_coefficient"]:
         raise ConfigError("--center-rewards-coefficient belongs to pairs; the data set has scored steps.")
+    return rows, held
 
 
 verb = Verb(

@@ -129,7 +129,11 @@ def run(args: Args) -> None:
     key = checked_key(options["api_key"] or os.environ.get(KEY) or None, options["host"])
     how: dict[str, Any] = {"limits": limits, "api_key": key, "logprobs_mode": options["logprobs_mode"]}
     if options["learn"]:
-        served: Any = learning_endpoint(options, how)
+        from covey.feedback.endpoint import LearningEndpoint
+
+        settings = settings_of(options)
+        ((name, sampler),) = samplers_of(options)[0].items()
+        served: Any = LearningEndpoint(sampler, settings, name=name, **how)
     else:
         samplers, processor = samplers_of(options)
         served = Endpoint(samplers, **how, processor=processor)
@@ -142,15 +146,6 @@ def run(args: Args) -> None:
         )
     finally:
         served.close()
-
-
-def learning_endpoint(options: Args, how: Args) -> Any:
-    """The endpoint of `--learn`."""
-    from covey.feedback.endpoint import LearningEndpoint
-
-    settings = settings_of(options)
-    ((name, sampler),) = samplers_of(options)[0].items()
-    return LearningEndpoint(sampler, settings, name=name, **how)
 
 
 def samplers_of(options: Args) -> tuple[dict[str, Any], Any]:
