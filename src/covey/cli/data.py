@@ -97,13 +97,10 @@ def run_pivots(args: Args) -> int:
     refuse_taken(target)
     chosen = Chosen(args.get("messages_column"), bool(args.get("tool_calls_only")), args.get("success_column"))
     counts = write_pivots(Rows(args["dataset"], args.get("max_rows")), chosen, target)
-    if args.get("json"):
-        output.result_json(
-            {"output": str(target), **{name: counts[name] for name in ("trajectories", "failed", "pivots")}}
-        )
-        return 0
+    facts = {name: counts[name] for name in ("trajectories", "failed", "pivots")}
     failed = f", {counts['failed']:,} left out as failed" if chosen.success_column else ""
-    output.result(f"{target}: {counts['pivots']:,} pivots of {counts['trajectories']:,} trajectories{failed}")
+    sentence = f"{target}: {counts['pivots']:,} pivots of {counts['trajectories']:,} trajectories{failed}"
+    output.answer(args, {"output": str(target), **facts}, sentence)
     return 0
 
 

@@ -57,12 +57,8 @@ def run_pairs(args: Args) -> int:
         "level": pairs.num_level,
         "repeated": pairs.num_repeated,
     }
-    if options["json"]:
-        output.result_json({"output": str(path), **counts})
-    else:
-        output.result(
-            f"{path}: {counts['pairs']} pairs of {counts['groups']} groups; {counts['level']} not far enough apart, {counts['repeated']} repeated"
-        )
+    sentence = f"{path}: {len(pairs.rows)} pairs of {pairs.num_groups} groups; {pairs.num_level} not far enough apart, {pairs.num_repeated} repeated"
+    output.answer(options, {"output": str(path), **counts}, sentence)
     return 0
 
 

@@ -114,10 +114,7 @@ def _export_gguf(folder: Path, out: Path, args: Args) -> None:
 
 
 def _report(out: Path, args: Args, facts: dict[str, Any], summary: str) -> None:
-    if args.get("json"):
-        output.result_json({"out": str(out), **facts})
-    else:
-        output.result(f"{out}: {summary}")
+    output.answer(args, {"out": str(out), **facts}, f"{out}: {summary}")
 
 
 def _is_adapter(folder: Path) -> bool:

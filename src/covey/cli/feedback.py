@@ -24,10 +24,8 @@ def run(args: Args) -> None:
         _show(_ask(args, "learning"), args)
     elif args.get("rollback"):
         reply = _ask(args, "rollback", {"model": args["model"]} if args.get("model") else {})
-        sentence = (
-            f"{reply['model']} is served in version {reply['weights_version']}; {reply['withdrawn']} is withdrawn."
-        )
-        output.result_json(reply) if args.get("json") else output.result(sentence)
+        served = f"{reply['model']} is served in version {reply['weights_version']}"
+        output.answer(args, reply, f"{served}; {reply['withdrawn']} is withdrawn.")
     else:
         _send(args)
 
@@ -42,11 +40,8 @@ def _send(args: Args) -> None:
     body = {name: args[name] for name in ("id", "index", "comment") if args.get(name) is not None}
     body["score"] = score
     reply = _ask(args, "feedback", body)
-    if args.get("json"):
-        output.result_json(reply)
-        return
     note = "" if reply["trained_on"] else f" It will not be trained on: {reply['reason']}."
-    output.result(f"{reply['score']:g} for an answer of version {reply['weights_version']}.{note}")
+    output.answer(args, reply, f"{reply['score']:g} for an answer of version {reply['weights_version']}.{note}")
 
 
 def _show(state: dict[str, Any], args: Args) -> None:

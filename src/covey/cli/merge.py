@@ -78,10 +78,8 @@ def _merge_adapters(folders: Sequence[Path], out: Path, args: Args) -> None:
         out.rmdir()
     error = merge_adapters(folders, out, args.get("weights") or (), args.get("rank"))
     exact = "exact" if args.get("rank") is None else f"its updates differ by at most {100 * error:.2g}%"
-    if args.get("json"):
-        output.result_json({"out": str(out), "adapters": [str(folder) for folder in folders], "error": error})
-    else:
-        output.result(f"{len(folders)} adapters merged: {out} ({exact})")
+    facts = {"out": str(out), "adapters": [str(folder) for folder in folders], "error": error}
+    output.answer(args, facts, f"{len(folders)} adapters merged: {out} ({exact})")
 
 
 @dataclass(frozen=True, eq=False)

@@ -57,10 +57,8 @@ def merge(folders: Sequence[Path], out: Path, args: Args, dtype: Any) -> None:
         out.rmdir()
     done = merge_models(folders, out, recipe, **how)
     weights = ", ".join(f"{weight:g}" for weight in done.weights)
-    if args.get("json"):
-        output.result_json({"out": str(out), "method": done.method, "weights": list(done.weights), **report})
-    else:
-        output.result(f"{len(folders)} models merged by {done.method} (weights {weights}): {out}")
+    facts = {"out": str(out), "method": done.method, "weights": list(done.weights), **report}
+    output.answer(args, facts, f"{len(folders)} models merged by {done.method} (weights {weights}): {out}")
 
 
 def _acting(method: str, args: Args) -> Iterator[str]:

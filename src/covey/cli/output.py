@@ -6,6 +6,7 @@ import shutil
 import sys
 import textwrap
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from covey.errors import StorageError
@@ -41,6 +42,11 @@ def drop_stdout() -> None:
 def result_json(value: Any) -> None:
     """Print the result of a command as one JSON object on one line; a number that is not finite is null."""
     result(json.dumps(finite(value), default=str, allow_nan=False))
+
+
+def answer(args: Mapping[str, Any], facts: Any, sentence: str) -> None:
+    """Print the result of a command: the facts with `--json`, else the sentence."""
+    result_json(facts) if args.get("json") else result(sentence)
 
 
 def say(text: str) -> None:
