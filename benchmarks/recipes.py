@@ -142,7 +142,7 @@ def facts(recipe: Recipe) -> dict[str, str]:
     gpus, _ = CARDS[recipe.card]
     prompt, mean = LENGTHS[recipe.data]
     options = {"gpus": gpus, "prompt_tokens": prompt, "mean_completion_tokens": mean, **recipe.options()}
-    types = {**{flag.name: flag.type for flag in doctor_plan.verb.flags()}, **train.config_types()}
+    types = {**{flag.name: flag.type for flag in doctor_plan.verb.flags()}, **train.flag_types()}
     plan = estimate(doctor_plan.setup_of(typed(options, types)))
     if not plan.fits:
         raise SystemExit(f"{recipe.name} does not fit: {plan.held.peak / GIB:.1f} GiB")

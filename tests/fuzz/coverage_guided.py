@@ -85,7 +85,7 @@ STATE = (
 )  # fmt: skip
 TOKENIZER = tiny_tokenizer()
 FLAGS = train.flags()
-TYPES = {**{flag.name: flag.type for flag in FLAGS if not isinstance(flag.type, str)}, **train.config_types()}
+TYPES = train.flag_types()
 
 
 def configuration(data: bytes) -> None:

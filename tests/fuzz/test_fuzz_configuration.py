@@ -17,7 +17,7 @@ from covey.cli.columns import column_map
 from covey.cli.flags import read_flags, read_yaml, typed
 
 FLAGS = train.flags()
-TYPES = {**{flag.name: flag.type for flag in FLAGS if not isinstance(flag.type, str)}, **train.config_types()}
+TYPES = train.flag_types()
 NAMES = sorted(flag.name for flag in FLAGS)
 OPTIONS = sorted(field.name for field in fields(GRPOConfig) if field.init and field.name != "output_dir")
 WORDS = st.lists(st.sampled_from(["--" + name.replace("_", "-") for name in NAMES]) | texts, max_size=6)

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from covey.cli import output, train
+from covey.cli import early, output, train
 from covey.cli.adapter import adapter
 from covey.cli.checkpoints import model_folder
 from covey.cli.fields import other_flags
@@ -106,7 +106,7 @@ verb = _Doctor(
     ),
     flags=partial(train.planning_flags, _SAMPLE),
     quiet_flags=other_flags,
-    types=train.config_types,
+    types=early.option_types,
     hints={
         **train.HINTS,
         "seeds": "One run is checked; the others differ only in their seed.",

@@ -77,8 +77,7 @@ def run(args: Args) -> int:
 def _rewards_of(folder: Path, options: dict[str, Any]) -> list[Any]:
     from covey.cli import rerun, train
 
-    flags = [*other_flags(), *train.flags()]
-    types = {**{flag.name: flag.type for flag in flags}, **train.config_types()}
+    flags, types = [*other_flags(), *train.flags()], train.flag_types()
     run_options = rerun.repeated({"from_run": str(folder), "trust_source": options["trust_source"]}, flags, types)
     rewards = run_options.get("reward")
     if not rewards:

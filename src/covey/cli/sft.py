@@ -10,11 +10,10 @@ from covey.cli.adapter import WEIGHTS, adapter, refuse_bad_adapter
 from covey.cli.checkpoints import FINAL, model_folder
 from covey.cli.fields import config_flags
 from covey.cli.flags import Flag
-from covey.cli.train import resume_command
+from covey.cli.train import config_options, resume_command
 from covey.cli.verb import CONFIG, JSON, Args, Verb
 from covey.config import options
 from covey.errors import ConfigError
-from covey.files.places import next_folder
 
 _WHAT = (
     Flag(name="model", help="Model to train: a folder, a run, a checkpoint, a hub id, or demo for the one that ships with Covey.", group="what"),
@@ -64,12 +63,7 @@ def run(args: Args) -> int:
     for name in ("model", "dataset"):
         if not args.get(name):
             raise ConfigError(f"--{name} is missing: {next(flag.help for flag in _WHAT if flag.name == name)}")
-    if args.get("resume") == "auto" and "output_dir" not in args:
-        raise ConfigError("--resume auto needs --output-dir, the folder of the run to go on with.")
-    overrides = {name: value for name, value in args.items() if name not in _CLI_FLAGS}
-    overrides.setdefault("output_dir", next_folder("sft"))
-    if args.get("dtype"):
-        overrides["model_init_kwargs"] = {**(overrides.get("model_init_kwargs") or {}), "dtype": args["dtype"]}
+    overrides = config_options(args, _CLI_FLAGS, "sft")
     early.refuse_early(overrides)
     refuse_bad_adapter(args)
     early.refuse_missing_places(args)

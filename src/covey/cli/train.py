@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +98,9 @@ def planning_flags(*more: Flag) -> tuple[Flag, ...]:
     return (*more, *(flag for flag in flags() if flag.name not in left_out))
 
 
-def config_types() -> Mapping[str, Any]:
-    """Types of the flags that are GRPOConfig's, without importing it."""
-    return early.option_types()
+def flag_types() -> dict[str, Any]:
+    """Types of all flags, those of GRPOConfig without importing it."""
+    return {**{flag.name: flag.type for flag in _WHAT}, **early.option_types()}
 
 
 def run(args: Args) -> int:
@@ -110,10 +110,7 @@ def run(args: Args) -> int:
     if args.get("from_run"):
         if args.get("resume") not in (None, "never"):
             raise ConfigError("--from-run starts a run anew and --resume goes on with one; keep one of them.")
-        types = {**{flag.name: flag.type for flag in _WHAT}, **config_types()}
-        args = rerun.repeated(args, [*other_flags(), *flags()], types)
-    if args.get("resume") == "auto" and "output_dir" not in args:
-        raise ConfigError("--resume auto needs --output-dir, the folder of the run to go on with.")
+        args = rerun.repeated(args, [*other_flags(), *flags()], flag_types())
     overrides = config_options(args)
     early.refuse_early(overrides)
     refuse_bad_adapter(args)
@@ -149,11 +146,9 @@ def run(args: Args) -> int:
         rerun.refuse_other_run(chosen, config, dataset)
     cli_args = {name: value for name, value in args.items() if name in _CLI_FLAGS}
     if together.shares_base(args):
-        load = functools.partial(load_rows, dataset=dataset)
         by_name = {flag.name: flag for flag in (*other_flags(), *flags())}
-        types = {**{flag.name: flag.type for flag in _WHAT}, **config_types()}
-        member_of = functools.partial(member, load=load)
-        return together.run(args, overrides, cli_args, config_options, member_of, by_name, types)
+        member_of = functools.partial(member, load=functools.partial(load_rows, dataset=dataset))
+        return together.run(args, overrides, cli_args, config_options, member_of, by_name, flag_types())
     if args.get("seeds") is not None:
         return seeds.run(args, overrides, cli_args)
     refuse_other_options(config, args, dataset)
@@ -161,10 +156,12 @@ def run(args: Args) -> int:
     return _finish(config, args, made)
 
 
-def config_options(args: Args) -> dict[str, Any]:
-    """Flags that GRPOConfig receives, with the next free run folder where none is named."""
-    overrides = {name: value for name, value in args.items() if name not in _CLI_FLAGS}
-    overrides.setdefault("output_dir", next_folder("train"))
+def config_options(args: Args, cli_flags: Collection[str] = _CLI_FLAGS, kind: str = "train") -> dict[str, Any]:
+    """Flags that the configuration receives, all but `cli_flags`, with the next free run folder where none is named."""
+    if args.get("resume") == "auto" and "output_dir" not in args:
+        raise ConfigError("--resume auto needs --output-dir, the folder of the run to go on with.")
+    overrides = {name: value for name, value in args.items() if name not in cli_flags}
+    overrides.setdefault("output_dir", next_folder(kind))
     if args.get("dtype"):
         overrides["model_init_kwargs"] = {**(overrides.get("model_init_kwargs") or {}), "dtype": args["dtype"]}
     return overrides
@@ -344,7 +341,7 @@ verb = Verb(
     ),
     flags=flags,
     quiet_flags=other_flags,
-    types=config_types,
+    types=early.option_types,
     hints=HINTS,
     positional=("config",),
     presets=PRESETS,

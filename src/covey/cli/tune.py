@@ -9,7 +9,6 @@ from typing import Any
 
 from covey.cli import output, train
 from covey.cli.adapter import refuse_bad_adapter
-from covey.cli.fields import other_flags
 from covey.cli.flags import Flag, typed
 from covey.cli.rerun import NEVER
 from covey.cli.verb import Args
@@ -151,7 +150,7 @@ def steps_on_one_base(options: Mapping[str, Any]) -> Callable[[Attempt], Steps]:
     from covey.models import SharedBase
 
     base = SharedBase(options["model"])
-    types = {**{flag.name: flag.type for flag in (*other_flags(), *train.flags())}, **train.config_types()}
+    types = train.flag_types()
     rows = train.load_prompts(options["dataset"], options, limit=options.get("max_prompts"), live=True)
     load = partial(train.load_rows, dataset=rows)
 
