@@ -31,14 +31,11 @@ def run(args: Args) -> int:
     from covey.evaluation.attestation import PROBES, SLOPE_PROBES, Reference, attest, logprobs_of, probes, served_values
     from covey.models import config_of, context_limit, load_tokenizer, short_rope_limit, unwrapped
 
-    for name, example in (("url", "http://127.0.0.1:8000"), ("model", "runs/first/checkpoint-100")):
-        if not args.get(name):
-            raise ConfigError(f"covey attest needs {name}: covey attest http://127.0.0.1:8000 --model {example}.")
     folder = args["model"]
     config = config_of(folder)
-    dtype = _dtype(args.get("dtype", "auto"), config)
+    dtype = _dtype(args["dtype"], config)
     scorer = _scorer(args, load_tokenizer(None, folder))
-    others = args.get("other") or ()
+    others = args["other"] or ()
     context = None if short_rope_limit(config.get_text_config()) is None else _context(scorer)
     model = _loaded(folder, "float32", context)
     vocabulary = min(model.get_input_embeddings().weight.shape[0], len(scorer.tokenizer))
@@ -124,8 +121,7 @@ def _scorer(args: Args, tokenizer: Any) -> TokenScorer:
     from covey.evaluation.scored_tokens import TokenScorer
     from covey.rollout.vllm.client import Address, Client, Deadlines
 
-    seconds = args.get("timeout", 60.0)
-    variable = args.get("api_key_env")
+    seconds, variable = args["timeout"], args["api_key_env"]
     if variable and not os.environ.get(variable):
         raise ConfigError(
             f"--api-key-env {variable}: the environment has no such variable; export {variable}=... first."
@@ -151,6 +147,10 @@ verb = Verb(
     flags=lambda: _FLAGS,
     run=run,
     positional=("url",),
+    needs={
+        name: f"{name}: covey attest http://127.0.0.1:8000 --model runs/first/checkpoint-100."
+        for name in ("url", "model")
+    },
     examples=(
         "covey attest http://127.0.0.1:8000 --model runs/a/checkpoint-100",
         "covey attest http://127.0.0.1:8000 --model runs/a/adapter --other Qwen/Qwen2.5-0.5B-Instruct",

@@ -147,16 +147,15 @@ def start(args: Args) -> Chat:
     from covey.process.lean import set_seed
 
     folder = model_folder(args["model"])
-    init = {"dtype": args["dtype"]} if args.get("dtype") else {}
-    model = load_model(folder, init, trust_remote_code=args.get("trust_remote_code", False)).eval()
-    tokenizer = load_tokenizer(model, folder, trust_remote_code=args.get("trust_remote_code", False))
+    trust = bool(args["trust_remote_code"])
+    model = load_model(folder, {"dtype": args["dtype"]}, trust_remote_code=trust).eval()
+    tokenizer = load_tokenizer(model, folder, trust_remote_code=trust)
     tokenizer = data.prepare_tokenizer(tokenizer, model)
-    if torch.accelerator.is_available() and not args.get("use_cpu"):
+    if torch.accelerator.is_available() and not args["use_cpu"]:
         model = model.to(torch.accelerator.current_accelerator())
-    set_seed(args.get("seed", 42))
-    names = ("temperature", "top_p", "top_k", "max_tokens")
-    sampling = Sampling(**{name: args[name] for name in names if name in args})
-    return Chat(model, tokenizer, list(data.eos_ids(model, tokenizer)), sampling, args.get("system_prompt"))
+    set_seed(args["seed"])
+    sampling = Sampling(**{name: args[name] for name in ("temperature", "top_p", "top_k", "max_tokens")})
+    return Chat(model, tokenizer, list(data.eos_ids(model, tokenizer)), sampling, args["system_prompt"])
 
 
 def advice_of(model: Any) -> str:
@@ -205,8 +204,6 @@ def command(chat: Chat, line: str) -> bool:
 
 
 def run(args: Args) -> None:
-    if not args.get("model"):
-        raise ConfigError("covey chat needs a model: a folder, a run, a hub id, or demo.")
     chat = start(args)
     if args.get("prompt") is not None:
         answer = chat.ask(args["prompt"], None if args.get("json") else streamer_to_stdout(chat.tokenizer))
@@ -243,6 +240,7 @@ verb = Verb(
     sentence="Talk to a model, an adapter, a checkpoint, or the final model of a run.\n\n" + _HELP,
     examples=("covey chat runs/first", 'covey chat demo --prompt "What is 2 + 3?" --temperature 0'),
     positional=("model",),
+    needs={"model": "a model: a folder, a run, a hub id, or demo."},
     flags=lambda: (
         Flag(name="model", help="A folder, a run, a hub id, or demo.", group="what"),
         Flag(name="system_prompt", help="System message.", group="what"),

@@ -29,13 +29,12 @@ _FLAGS = (
 )  # fmt: skip
 
 
-def run(args: Args) -> None:
+def run(options: Args) -> None:
     """Compare, print a table or JSON, write reports."""
     from covey.evaluation.compare.report import compare
     from covey.evaluation.compare.tables import as_text
 
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
-    groups, is_grouped = _groups(options["runs"] or [])
+    groups, is_grouped = _groups(options["runs"])
     if is_grouped and options["each"]:
         raise ConfigError("--each takes every run by itself, A,B groups them; give one of the two.")
     comparison = compare(
@@ -63,8 +62,6 @@ def _groups(words: Sequence[str]) -> tuple[list[list[Any]], bool]:
     """(runs by argument, True if a comma made sides of the arguments)."""
     from covey.evaluation.compare.run_data import read_runs
 
-    if not words:
-        raise ConfigError("covey compare needs runs: covey compare runs/a runs/b.")
     by_word = [[word] if Path(word).expanduser().exists() else word.split(",") for word in words]
     groups = [[run for part in parts for run in read_runs(part)] for parts in by_word]
     return groups, any(len(parts) > 1 for parts in by_word)
@@ -91,6 +88,7 @@ verb = Verb(
     flags=lambda: _FLAGS,
     run=run,
     positional=("runs",),
+    needs={"runs": "runs: covey compare runs/a runs/b."},
     examples=(
         "covey compare runs/base-0 runs/fast-0",
         "covey compare runs/base-* runs/fast-* --html report.html",

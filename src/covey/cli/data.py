@@ -39,14 +39,13 @@ _ON_PAGE = 20
 _WIDTH = 76
 
 
-def run_check(args: Args) -> int:
+def run_check(options: dict[str, Any]) -> int:
     """Check, print a table or JSON. Exit code 0 when nothing must be fixed, else 1."""
-    options = {flag.name: flag.default for flag in (*_FLAGS, _EXAMPLES, _HTML)} | dict(args)
     page = None if options["html"] is None else _page(options["html"])
     from covey.doctor.data_check.summary import summary
 
     shown = max(options["examples"], 0)
-    report = summary(_inspect(options, "check"), shown if page is None else max(shown, _ON_PAGE))
+    report = summary(_inspect(options), shown if page is None else max(shown, _ON_PAGE))
     if page is not None:
         from covey.doctor.data_check.html_report import as_html
         from covey.runs.storage import write_text
@@ -59,17 +58,14 @@ def run_check(args: Args) -> int:
     return 0 if report.is_ok else 1
 
 
-def run_clean(args: Args) -> int:
+def run_clean(options: dict[str, Any]) -> int:
     """Look, write the clean rows and the report, say what was done."""
-    options = {flag.name: flag.default for flag in (*_FLAGS, _OUTPUT)} | dict(args)
-    if not options["output"]:
-        raise ConfigError("covey data clean needs --output: the file for the clean rows, such as --output clean.jsonl.")
     from covey.doctor.data_check.clean_copy import check_output, clean
     from covey.doctor.data_check.findings import KINDS
 
     target = Path(options["output"]).expanduser()
     check_output(target)
-    inspection = _inspect(options, "clean")
+    inspection = _inspect(options)
     done = clean(inspection, target)
     if options["json"]:
         output.result_json({**vars(done), "output": str(done.output), "report": str(done.report)})
@@ -83,10 +79,6 @@ def run_clean(args: Args) -> int:
 
 def run_pivots(args: Args) -> int:
     """Write a row for each turn of the experts, say how many."""
-    if not args.get("dataset") or not args.get("output"):
-        raise ConfigError(
-            "covey data pivots needs trajectories and a file: covey data pivots expert.jsonl -o pivots.jsonl."
-        )
     from covey.doctor.data_check import Rows
     from covey.doctor.data_check.clean_copy import refuse_taken
     from covey.doctor.data_check.pivots import Chosen, write_pivots
@@ -95,8 +87,8 @@ def run_pivots(args: Args) -> int:
     if target.suffix != ".jsonl" or not target.parent.is_dir():
         raise ConfigError(f"--output {target}: give a file that ends in .jsonl, in a folder that is there.")
     refuse_taken(target)
-    chosen = Chosen(args.get("messages_column"), bool(args.get("tool_calls_only")), args.get("success_column"))
-    counts = write_pivots(Rows(args["dataset"], args.get("max_rows")), chosen, target)
+    chosen = Chosen(args["messages_column"], args["tool_calls_only"], args["success_column"])
+    counts = write_pivots(Rows(args["dataset"], args["max_rows"]), chosen, target)
     facts = {name: counts[name] for name in ("trajectories", "failed", "pivots")}
     failed = f", {counts['failed']:,} left out as failed" if chosen.success_column else ""
     sentence = f"{target}: {counts['pivots']:,} pivots of {counts['trajectories']:,} trajectories{failed}"
@@ -111,9 +103,7 @@ def _page(name: str) -> Path:
     return path
 
 
-def _inspect(options: dict[str, Any], what: str) -> Inspection:
-    if not options.get("dataset"):
-        raise ConfigError(f"covey data {what} needs a data set: covey data {what} train.jsonl.")
+def _inspect(options: dict[str, Any]) -> Inspection:
     if options["max_rows"] is not None and options["max_rows"] < 1:
         raise ConfigError(f"--max-rows {options['max_rows']} leaves no row; give 1 or more.")
     from covey.doctor.data_check import Rows, Settings, inspect
@@ -189,6 +179,7 @@ _check = Verb(
     flags=lambda: (*_FLAGS, _EXAMPLES, _HTML),
     run=run_check,
     positional=("dataset",),
+    needs={"dataset": "a data set: covey data check train.jsonl."},
     examples=(
         "covey data check train.jsonl --prompt-column question --against test.jsonl",
         "covey data check train.jsonl --tokenizer runs/x --max-prompt-length 512 --json",
@@ -201,6 +192,10 @@ _clean = Verb(
     flags=lambda: (*_FLAGS, _OUTPUT),
     run=run_clean,
     positional=("dataset",),
+    needs={
+        "output": "--output: the file for the clean rows, such as --output clean.jsonl.",
+        "dataset": "a data set: covey data clean train.jsonl.",
+    },
     examples=("covey data clean train.jsonl --prompt-column question --against test.jsonl --output clean.jsonl",),
 )
 _pivots = Verb(
@@ -217,6 +212,7 @@ _pivots = Verb(
     ),
     run=run_pivots,
     positional=("dataset",),
+    needs=dict.fromkeys(("dataset", "output"), "trajectories and a file: covey data pivots expert.jsonl -o pivots.jsonl."),
     examples=("covey data pivots expert.jsonl --tool-calls-only -o pivots.jsonl",),
 )  # fmt: skip
 verb = Verbs(name="data", usage="DATASET ...", verbs={"check": _check, "clean": _clean, "pivots": _pivots})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
 from covey.cli.flags import Flag, spelled
-from covey.cli.verb import JSON, Args, Verb
+from covey.cli.verb import JSON, Verb
 from covey.errors import ConfigError, RunFolderError
 from covey.files.places import next_folder
 
@@ -29,9 +29,8 @@ _FLAGS = (
 )
 
 
-def run(args: Args) -> int | None:
+def run(options: dict[str, Any]) -> int | None:
     """Evaluate, train, evaluate again, and say what changed."""
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     for name in ("steps", "held_out"):
         if options[name] is not None and options[name] < 1:
             raise ConfigError(f"{spelled(name)} {options[name]} is no number to count to; give 1 or more.")

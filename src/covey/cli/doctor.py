@@ -107,6 +107,7 @@ verb = _Doctor(
     flags=partial(train.planning_flags, _SAMPLE),
     quiet_flags=other_flags,
     types=early.option_types,
+    has_defaults=False,
     hints={
         **train.HINTS,
         "seeds": "One run is checked; the others differ only in their seed.",

@@ -25,11 +25,8 @@ _FLAGS = (
 )
 
 
-def run(args: Args) -> int:
+def run(options: Args) -> int:
     """Examine, print a table or JSON. Exit code 1 where something must be fixed."""
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
-    if not options["environment"]:
-        raise ConfigError("covey env check needs an environment: covey env check games.py:Maze.")
     for name in ("episodes", "turns"):
         if options[name] < 1:
             raise ConfigError(f"--{name} {options[name]} leaves nothing to try; use at least 1.")
@@ -149,6 +146,7 @@ verb = Verb(
     flags=lambda: _FLAGS,
     run=run,
     positional=("environment",),
+    needs={"environment": "an environment: covey env check games.py:Maze."},
     examples=(
         "covey env check games.py:Maze",
         "covey env check openenv:http://localhost:8000 --episodes 50 --json",

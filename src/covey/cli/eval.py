@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
 from covey.cli.flags import Flag, spelled
-from covey.cli.verb import CONFIG, JSON, Args, Verb
+from covey.cli.verb import CONFIG, JSON, Verb
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,9 +42,8 @@ _FLAGS = (
 )  # fmt: skip
 
 
-def run(args: Args) -> None:
+def run(options: dict[str, Any]) -> None:
     """Evaluate one model or two, print a table or JSON."""
-    options = defaults() | dict(args)
     _check(options)
     if options["ensemble"]:
         from covey.cli.ensemble import evaluate

@@ -22,11 +22,8 @@ _FLAGS = (
 )  # fmt: skip
 
 
-def run_pairs(args: Args) -> int:
+def run_pairs(options: Args) -> int:
     """Write the pairs of a run. Exit code 0 with at least one."""
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
-    if not options.get("run"):
-        raise ConfigError("covey export pairs needs a run: covey export pairs runs/first -o pairs.jsonl.")
     run, path = Path(options["run"]), rows_file(options["output"])
     if path.exists():
         raise ConfigError(f"{path} is there already; give another --output.")
@@ -79,6 +76,7 @@ _pairs = Verb(
     flags=lambda: _FLAGS,
     run=run_pairs,
     positional=("run",),
+    needs={"run": "a run: covey export pairs runs/first -o pairs.jsonl."},
     examples=(
         "covey export pairs runs/first -o pairs.jsonl",
         "covey export pairs runs/first -o pairs.parquet --min-margin 0.5 --steps 100: --max-per-prompt 2",

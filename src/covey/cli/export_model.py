@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from covey.adapters import base_of
 from covey.cli import output
@@ -18,11 +17,7 @@ def run(args: Args) -> None:
     from covey.cli.checkpoints import model_folder
     from covey.models import resolve_source
 
-    kind = args.get("format")
-    if not args.get("model") or not args.get("output"):
-        raise ConfigError(
-            "covey export needs a model and --output: covey export runs/first -o first.gguf --format gguf."
-        )
+    kind = args["format"]
     if kind not in FORMATS:
         near = did_you_mean(str(kind), FORMATS) if kind else ""
         raise ConfigError(f"--format is one of {', '.join(FORMATS)}.{near}")
@@ -53,15 +48,17 @@ def _export_merged(folder: Path, out: Path, args: Args) -> None:
 
     if _is_adapter(folder):
         return add_adapter(folder, out, args)
-    model = load_model(str(folder), {"dtype": args.get("dtype") or "auto"}, trust_remote_code=_trusts(args))
+    trust = bool(args["trust_remote_code"])
+    model = load_model(str(folder), {"dtype": args["dtype"] or "auto"}, trust_remote_code=trust)
     processing = processing_of(model, folder, None, args)
     with storage_errors(out), whole_folder(out) as unfinished:
         write_model(unfinished, model, processing)
-    back = load_model(str(out), {"dtype": "auto"}, trust_remote_code=_trusts(args)).state_dict()
+    back = load_model(str(out), {"dtype": "auto"}, trust_remote_code=trust).state_dict()
     for name, weight in model.state_dict().items():
         if not bool((back[name] == weight).all()):
             raise ModelError(f"{out} was written but {name} reads back unlike it was. Check the disk.")
-    _report(out, args, {"format": "merged", "tensors": len(back)}, f"{len(back)} tensors, read back equal")
+    facts = {"out": str(out), "format": "merged", "tensors": len(back)}
+    output.answer(args, facts, f"{out}: {len(back)} tensors, read back equal")
 
 
 def _export_adapter(folder: Path, out: Path, args: Args) -> None:
@@ -81,7 +78,8 @@ def _export_adapter(folder: Path, out: Path, args: Args) -> None:
     for name in names:
         if checksum(folder / name) != checksum(out / name):
             raise ModelError(f"{out / name} was written but reads back unlike it was. Check the disk.")
-    _report(out, args, {"format": "adapter", "base": base, "files": names}, f"{len(names)} files, for {base}")
+    facts = {"out": str(out), "format": "adapter", "base": base, "files": names}
+    output.answer(args, facts, f"{out}: {len(names)} files, for {base}")
 
 
 def _export_gguf(folder: Path, out: Path, args: Args) -> None:
@@ -90,31 +88,28 @@ def _export_gguf(folder: Path, out: Path, args: Args) -> None:
     from covey.runs.storage import storage_errors, whole_file
 
     load_gguf()
-    outtype = args.get("outtype") or "f16"
+    outtype, trust = args["outtype"] or "f16", bool(args["trust_remote_code"])
     if _is_adapter(folder):
         from covey.cli.merge import merged_model
 
         base = args.get("base") or base_of(folder)
         model = merged_model(base, folder, {**args, "dtype": "float32"}).model  # rounded once, to the file's type
     else:
-        model = load_model(str(folder), {"dtype": "auto"}, trust_remote_code=_trusts(args))
+        model = load_model(str(folder), {"dtype": "auto"}, trust_remote_code=trust)
     expect_exportable(model.config.get_text_config(), outtype)
-    tokenizer = load_tokenizer(model, folder, trust_remote_code=_trusts(args))
+    tokenizer = load_tokenizer(model, folder, trust_remote_code=trust)
     with whole_file(out) as unfinished, storage_errors(out):
         done = write_gguf(unfinished, model, tokenizer, name=out.stem, outtype=outtype)
     facts = {
+        "out": str(out),
         "format": "gguf",
         "outtype": outtype,
         "tensors": done.num_tensors,
         "bytes": done.size,
         "error": done.largest_error,
     }
-    summary = f"{done.num_tensors} tensors, {done.size / 1e6:.1f} MB, read back: the largest error of a weight is {done.largest_error:.1e}"
-    _report(out, args, facts, summary)
-
-
-def _report(out: Path, args: Args, facts: dict[str, Any], summary: str) -> None:
-    output.answer(args, {"out": str(out), **facts}, f"{out}: {summary}")
+    size = f"{done.num_tensors} tensors, {done.size / 1e6:.1f} MB"
+    output.answer(args, facts, f"{out}: {size}, read back: the largest error of a weight is {done.largest_error:.1e}")
 
 
 def _is_adapter(folder: Path) -> bool:
@@ -130,10 +125,6 @@ def _is_of_adapter(name: str) -> bool:
     )
 
 
-def _trusts(args: Args) -> bool:
-    return bool(args.get("trust_remote_code"))
-
-
 model_verb = Verb(
     name="export",
     usage="RUN | CHECKPOINT | MODEL --format merged|adapter|gguf -o OUT [options]",
@@ -144,6 +135,7 @@ model_verb = Verb(
         "covey export runs/lora --format adapter -o adapter",
     ),
     positional=("model",),
+    needs=dict.fromkeys(("model", "output"), "a model and --output: covey export runs/first -o first.gguf --format gguf."),
     run=run,
     flags=lambda: (
         Flag(name="model", help="A run, a checkpoint, or a folder with a model or an adapter.", group="what"),

@@ -10,7 +10,7 @@ from typing import Any
 from covey.cli import output
 from covey.cli.columns import column_map, rows_file
 from covey.cli.flags import Flag
-from covey.cli.verb import CONFIG, JSON, Args, Verb
+from covey.cli.verb import CONFIG, JSON, Verb
 from covey.errors import ConfigError
 
 _FLAGS = (
@@ -36,10 +36,9 @@ _FLAGS = (
 )  # fmt: skip
 
 
-def run(args: Args) -> None:
+def run(options: dict[str, Any]) -> None:
     """Read, add the columns, write; print what each column is like."""
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
-    options["features"] = [name.strip() for text in options["features"] or [] for name in text.split(",")]
+    options["features"] = [name.strip() for text in options["features"] for name in text.split(",")]
     _check(options)
     from covey.runs.storage import storage_errors, whole_file
 
@@ -107,12 +106,6 @@ def _write(table: Any, path: Path, suffix: str) -> None:
 
 
 def _check(options: dict[str, Any]) -> None:
-    if not options.get("data"):
-        raise ConfigError(
-            "covey features needs a data set: covey features train.jsonl --features length --output out.jsonl."
-        )
-    if not options["features"]:
-        raise ConfigError("covey features needs --features, such as --features length,readability.")
     if rows_file(options["output"]).exists() and not options["overwrite"]:
         raise ConfigError(f"{options['output']} is there already; give another --output, or --overwrite.")
     wants = set(options["features"])
@@ -199,6 +192,10 @@ verb = Verb(
     flags=lambda: _FLAGS,
     run=run,
     positional=("data",),
+    needs={
+        "data": "a data set: covey features train.jsonl --features length --output out.jsonl.",
+        "features": "--features, such as --features length,readability.",
+    },
     examples=(
         "covey features train.jsonl --features length,readability,language --output described.jsonl",
         "covey features train.jsonl --features difficulty --model runs/x --reward math --output graded.jsonl",

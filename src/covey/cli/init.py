@@ -20,8 +20,6 @@ _OTHERS = {"learning_rate": "1.0e-6", "batch": 32, "length": 256, "minutes": "on
 
 def run(args: Args) -> None:
     """Write the project, whole or not at all. Raises ConfigError where something is there already, ModelError for a model that is not."""
-    if not args.get("folder"):
-        raise ConfigError("covey init needs a folder for the project: covey init my-project.")
     folder = Path(args["folder"]).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already and not empty; choose a new folder for the project.")
@@ -68,6 +66,7 @@ verb = Verb(
     sentence="A project to start from: data, a reward, a configuration, and tests that pass. Everything in it is yours to change.",
     examples=("covey init my-project", "covey init my-project --model Qwen/Qwen2.5-0.5B-Instruct"),
     positional=("folder",),
+    needs={"folder": "a folder for the project: covey init my-project."},
     run=run,
     flags=lambda: (
         Flag(name="folder", help="Folder to make; it must be new or empty.", group="what"),

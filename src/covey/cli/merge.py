@@ -22,11 +22,6 @@ def run(args: Args) -> None:
     from covey.cli.checkpoints import model_folder
     from covey.models import resolve_source
 
-    if not args.get("model") or not args.get("output"):
-        raise ConfigError(
-            "covey merge needs what to merge and a folder to write to: covey merge runs/first -o merged, or covey merge A B "
-            "--method slerp -o merged."
-        )
     out = Path(args["output"]).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give --output another name, or remove it.")
@@ -225,6 +220,10 @@ verb = Verb(
         "covey merge runs/a runs/b --method ties --base Qwen2.5-0.5B -o merged --choose test.jsonl --reward math",
     ),
     positional=("model",),
+    needs=dict.fromkeys(
+        ("model", "output"),
+        "what to merge and a folder to write to: covey merge runs/first -o merged, or covey merge A B --method slerp -o merged.",
+    ),
     run=run,
     flags=lambda: (
         Flag(name="model", help="Runs, checkpoints or folders with a model or an adapter; one adapter is added into its base.", type=list[str], group="what"),
@@ -238,7 +237,7 @@ verb = Verb(
         Flag(name="rank", help="Of several adapters: rank to reduce them to; exact when left out.", type=int, group="merge"),
         Flag(name="choose", help="Prompts: try several weights and keep the best, unless it is worse than the best of the models.", group="choose"),
         Flag(name="reward", help="With --choose: reward by name or import path.", type=list[str], group="choose"),
-        Flag(name="prompt_column", help="With --choose: column that holds the prompt.", default="prompt", group="choose"),
+        Flag(name="prompt_column", help="With --choose: column that holds the prompt; prompt when left out.", group="choose"),
         Flag(name="columns", help="With --choose: columns under new names, as new=old.", type=list[str], group="choose"),
         Flag(name="max_prompts", help="With --choose: use only the first N rows.", type=int, group="choose"),
         Flag(name="max_tokens", help="With --choose: most tokens of an answer; 256 when left out.", type=int, group="choose"),

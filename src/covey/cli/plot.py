@@ -5,7 +5,6 @@ from pathlib import Path
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.verb import Args, Verb
-from covey.errors import ConfigError
 
 _FLAGS = (
     Flag(name="runs", help="Run folders, or folders of runs; runs that differ only in the seed are one line with a band.", type="list[str]", group="what"),
@@ -19,11 +18,9 @@ def run(args: Args) -> None:
     """Draw and write."""
     from covey.evaluation.figures.picture import check_name, plot
 
-    if not args.get("runs"):
-        raise ConfigError("covey plot needs runs: covey plot runs/a runs/b -o curves.svg.")
-    path = Path(args.get("output", "plot.svg"))
+    path = Path(args["output"])
     check_name(path)
-    picture = plot(args["runs"], args.get("metrics") or (), each=bool(args.get("each")))
+    picture = plot(args["runs"], args["metrics"] or (), each=args["each"])
     output.say(f"wrote {picture.save(path)}: {len(picture.figures)} figures of {', '.join(picture.titles)}")
 
 
@@ -34,6 +31,7 @@ verb = Verb(
     flags=lambda: _FLAGS,
     run=run,
     positional=("runs",),
+    needs={"runs": "runs: covey plot runs/a runs/b -o curves.svg."},
     examples=(
         "covey plot runs/a -o curves.svg",
         "covey plot runs/base-* runs/fast-* -o comparison.html",

@@ -17,13 +17,11 @@ def run(args: Args) -> None:
     """Write the page."""
     from covey.evaluation.figures.report import write_report
 
-    folder = args.get("run")
-    if not folder:
-        raise ConfigError("covey report needs a run: covey report runs/a -o report.html.")
-    path = Path(args.get("output") or f"{Path(folder).resolve().name}-report.html")
+    folder = Path(args["run"])
+    path = Path(args["output"] or f"{folder.resolve().name}-report.html")
     if path.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"{path} is no HTML file; a report is HTML: -o report.html.")
-    output.say(f"wrote {write_report(Path(folder), path)}")
+    output.say(f"wrote {write_report(folder, path)}")
 
 
 verb = Verb(
@@ -33,5 +31,6 @@ verb = Verb(
     flags=lambda: _FLAGS,
     run=run,
     positional=("run",),
+    needs={"run": "a run: covey report runs/a -o report.html."},
     examples=("covey report runs/a -o report.html",),
 )

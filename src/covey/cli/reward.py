@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output, reward_audit, reward_steps, reward_train
 from covey.cli.flags import Flag
-from covey.cli.verb import CONFIG, JSON, Args, Verb, Verbs
+from covey.cli.verb import CONFIG, JSON, Verb, Verbs
 from covey.errors import ConfigError, DataError, RewardError
 
 if TYPE_CHECKING:
@@ -32,9 +32,8 @@ _FLAGS = (
 )  # fmt: skip
 
 
-def run(args: Args) -> int:
+def run(options: dict[str, Any]) -> int:
     """Try every reward and say what is wrong. Exit code 0 without a FAIL, 3 with one."""
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     _check(options)
     from covey.rewards.builtin.registry import resolve
     from covey.rewards.contract import check_signature
@@ -59,8 +58,6 @@ def run(args: Args) -> int:
 
 
 def _check(options: dict[str, Any]) -> None:
-    if not options["reward"]:
-        raise ConfigError("covey reward test needs --reward: a built-in name, or file.py:function.")
     if options["rows"] < 1:
         raise ConfigError(f"--rows {options['rows']} leaves nothing to try; use at least 1.")
     if not options["timeout"] > 0:
@@ -201,6 +198,7 @@ _test = Verb(
     sentence="Tries a reward on right, wrong, empty, endless and cheating completions and reports its faults.",
     flags=lambda: _FLAGS,
     run=run,
+    needs={"reward": "--reward: a built-in name, or file.py:function."},
     examples=(
         "covey reward test --reward math --dataset train.jsonl --prompt-column question",
         "covey reward test --reward my_rewards.py:short_and_right --reward format --dataset demo",

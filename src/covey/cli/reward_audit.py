@@ -10,7 +10,7 @@ from covey.cli import output
 from covey.cli.export import steps_of
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag
-from covey.cli.verb import JSON, Args, Verb
+from covey.cli.verb import JSON, Verb
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,11 +29,8 @@ _FLAGS = (
 )  # fmt: skip
 
 
-def run(args: Args) -> int:
+def run(options: dict[str, Any]) -> int:
     """Score the run's completions again and say what the verdicts are worth."""
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
-    if not options["run"]:
-        raise ConfigError("covey reward audit needs a run: covey reward audit runs/train-1.")
     if options["repeats"] < 1:
         raise ConfigError(f"--repeats {options['repeats']} asks nobody; use at least 1.")
     if options["sample"] < 2:
@@ -145,6 +142,7 @@ verb = Verb(
         "covey reward audit runs/train-1 --against math --sample 200",
     ),
     positional=("run",),
+    needs={"run": "a run: covey reward audit runs/train-1."},
     flags=lambda: _FLAGS,
     run=run,
 )

@@ -42,9 +42,8 @@ _FLAGS = (
 REPORT = "reward_training.json"
 
 
-def run(args: Args) -> int:
+def run(options: dict[str, Any]) -> int:
     """Train, judge and save. Exit code 0."""
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     _check(options)
     import torch
 
@@ -155,9 +154,6 @@ def _learn_steps(
 
 
 def _check(options: dict[str, Any]) -> None:
-    for name in ("model", "dataset", "output"):
-        if not options[name]:
-            raise ConfigError(f"covey reward train needs --{name}: {next(f.help for f in _FLAGS if f.name == name)}")
     if Path(options["output"]).exists():
         raise ConfigError(f"{options['output']} is there already; give another --output.")
     if options["eval_dataset"] is None and not 0 < options["held_out"] < 1:
@@ -200,6 +196,7 @@ verb = Verb(
     usage="--model MODEL --dataset ROWS -o FOLDER [options]",
     sentence="Trains a reward model on preference pairs (Bradley-Terry), or a process reward model on scored steps, and judges it on held-out rows.",
     flags=lambda: _FLAGS,
+    needs={flag.name: f"--{flag.name}: {flag.help}" for flag in _FLAGS if flag.name in ("model", "dataset", "output")},
     run=run,
     examples=(
         "covey reward train --model Qwen/Qwen2.5-0.5B-Instruct --dataset pairs.jsonl -o runs/judge",

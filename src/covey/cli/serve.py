@@ -112,11 +112,8 @@ _FLAGS = (
 _LIMITS = ("max_waiting", "max_output_tokens", "max_choices", "max_body_bytes", "max_connections", "drain_seconds")
 
 
-def run(args: Args) -> None:
+def run(options: Args) -> None:
     """Serve until SIGTERM or Ctrl-C."""
-    options: dict[str, Any] = {flag.name: flag.default for flag in _FLAGS} | dict(args)
-    if not options["model"]:
-        raise ConfigError("covey serve needs a model: a folder, a run, a hub id, or demo.")
     if not 0 <= options["port"] < 2**16:
         raise ConfigError(f"--port {options['port']} is none; give one from 0 to 65535.")
     try:
@@ -197,6 +194,7 @@ verb = Verb(
         "covey serve runs/first --learn --fixed-set held_out.jsonl --reward my.py:reward",
     ),
     positional=("model",),
+    needs={"model": "a model: a folder, a run, a hub id, or demo."},
     flags=lambda: _FLAGS,
     run=run,
 )

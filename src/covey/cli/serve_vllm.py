@@ -10,15 +10,12 @@ from typing import Any
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.verb import Args, Verb
-from covey.errors import ConfigError
 
 
 def run(args: Args, more: Sequence[str]) -> int:
     """Replace this process by the server, or print its command."""
     from covey.rollout.vllm.serving import serve_command
 
-    if not args.get("model"):
-        raise ConfigError("covey serve-vllm needs the model of the run: covey serve-vllm Qwen/Qwen2.5-0.5B-Instruct.")
     names = ("host", "port", "python", "lora_rank", "allow_network")
     options: dict[str, Any] = {name: args[name] for name in names if args.get(name) is not None}
     command, environment = serve_command(args["model"], more=more, **options)
@@ -54,6 +51,7 @@ serve = Verb(
     flags=flags,
     run=lambda args: run(args, ()),
     positional=("model",),
+    needs={"model": "the model of the run: covey serve-vllm Qwen/Qwen2.5-0.5B-Instruct."},
     examples=(
         "covey serve-vllm Qwen/Qwen2.5-0.5B-Instruct --port 8000",
         "covey serve-vllm demo --python .venv-vllm/bin/python -- --dtype float32 --enforce-eager",

@@ -123,6 +123,7 @@ verb = Verb(
     ),
     flags=flags,
     types=early.option_types,
+    has_defaults=False,
     positional=("config",),
     run=run,
 )

@@ -342,6 +342,7 @@ verb = Verb(
     flags=flags,
     quiet_flags=other_flags,
     types=early.option_types,
+    has_defaults=False,
     hints=HINTS,
     positional=("config",),
     presets=PRESETS,

@@ -36,7 +36,7 @@ class Verb:
     """After the verb: `MODEL [options]`."""
     sentence: str
     flags: Callable[[], Sequence[Flag]]
-    run: Callable[[Args], int | None]
+    run: Callable[[dict[str, Any]], int | None]
     positional: Sequence[str] = ()
     examples: Sequence[str] = ()
     quiet_flags: Callable[[], Sequence[Flag]] = tuple
@@ -47,11 +47,16 @@ class Verb:
     """Hints for flags that belong to another verb, by name."""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options that a word stands for where a YAML file may stand."""
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """For each flag that must be given, the rest of a sentence: covey plot needs ..."""
+    has_defaults: bool = True
+    """True: `run` receives a value of every flag; False: those of the command and its file alone."""
 
     def __call__(self, arguments: Sequence[str]) -> int:
         """Read the arguments and do it. Returns the exit code."""
         is_all = "--help-all" in arguments or "--help_all" in arguments
-        shown = [*self.flags(), *_ALWAYS]
+        declared = self.flags()
+        shown = [*declared, *_ALWAYS]
         if is_all or "--help" in arguments or "-h" in arguments:
             usage = f"covey {self.name} {self.usage}"
             output.result(flags_help(usage, self.sentence, self.examples, shown, is_all=is_all))
@@ -64,6 +69,11 @@ class Verb:
         if any(isinstance(types.get(name, str), str) for name in args):
             types |= self.types()
         options = typed(args, {**dict.fromkeys(self.positional, str), **types})
+        if self.has_defaults:
+            options = {flag.name: flag.default for flag in declared} | options
+        for name, what in self.needs.items():
+            if options.get(name) in (None, "", []):
+                raise ConfigError(f"covey {self.name} needs {what}")
         seed = options.get("seed", 0)
         if isinstance(seed, int) and not 0 <= seed < 2**32:
             raise ConfigError(f"--seed {seed} must be between 0 and {2**32 - 1}.")

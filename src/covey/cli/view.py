@@ -8,7 +8,7 @@ from typing import Any
 
 from covey.cli import output
 from covey.cli.flags import Flag
-from covey.cli.verb import Args, Verb
+from covey.cli.verb import Verb
 from covey.errors import ConfigError
 from covey.process.addresses import is_loopback, listen, url_of
 
@@ -24,9 +24,8 @@ _HEADER_SECONDS = 10.0
 _SHORTEST_TOKEN = 16
 
 
-def run(args: Args) -> None:
+def run(options: dict[str, Any]) -> None:
     """Serve the page until interrupted."""
-    options: dict[str, Any] = {flag.name: flag.default for flag in _FLAGS} | dict(args)
     folders = [Path(name).expanduser() for name in options["runs"] or ["runs"]]
     _check(options, folders)
     try:

@@ -6,13 +6,10 @@ from pathlib import Path
 from covey.cli import output, trust
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Args, Verb
-from covey.errors import ConfigError
 
 
 def run(args: Args) -> None:
     """Diagnose a step and show the ranking."""
-    if not args.get("run") or args.get("step") is None:
-        raise ConfigError("covey why needs a run and a step: covey why runs/train-1 --step 120.")
     from covey.doctor.why.causes import diagnose, is_named
     from covey.doctor.why.recorded import load
     from covey.runs import manifest
@@ -78,6 +75,7 @@ verb = Verb(
     sentence="Repeats a recorded step with one thing changed at a time, and says which change removes the trouble.",
     examples=("covey why runs/train-1 --step 120",),
     positional=("run",),
+    needs=dict.fromkeys(("run", "step"), "a run and a step: covey why runs/train-1 --step 120."),
     run=run,
     flags=lambda: (
         Flag(name="run", help="Folder of a run, with the checkpoint before the step and the step's rollouts.", group="what"),
