@@ -111,7 +111,7 @@ def test_the_version_is_the_package_version(capsys):
             "--batch-size 0 must be at least 1",
         ),
         (["eval", "demo", "--dataset", "demo", "--reward", "demo", "--num-samples", "-1"], "--num-samples -1 must be"),
-        (["demo", "--steps", "-3"], "--steps -3 is no number to count to; give 1 or more."),
+        (["demo", "--steps", "-3"], "--steps -3 must be at least 1."),
         (["doctor", "demo", "--seeds", "3"], "--seeds is not an option here. One run is checked"),
         (["doctor", "--from-run", "runs/x"], "covey doctor runs/x/train.yaml"),
     ],

@@ -70,7 +70,7 @@ def test_a_run_that_cannot_fit_fails_before_anything_is_loaded(capsys):
     [
         (["memory"], "--model is missing"),
         (["memory", "--model", "./nowhere"], "The model folder './nowhere' does not exist."),
-        (["memory", "--model", "demo", "--prompt-tokens", "0"], "--prompt-tokens is less than 1"),
+        (["memory", "--model", "demo", "--prompt-tokens", "0"], "--prompt-tokens 0 must be at least 1"),
         (["memry", "--model", "demo"], "There is no file memry. Did you mean memory?"),
     ],
 )

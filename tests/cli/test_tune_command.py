@@ -183,8 +183,8 @@ def test_weights_of_all_but_the_best_trial_go_and_what_was_measured_stays(tmp_pa
     [
         ([], "--search is missing"),
         (["--search", "num_generations=3:5"], "--search num_generations, at 3"),
-        ([*RATES, "--trials", "0"], "--trials is a number from 1 on"),
-        ([*RATES, "--n-jobs", "0"], "--n-jobs 0 must be 1 or more"),
+        ([*RATES, "--trials", "0"], "--trials 0 must be at least 1"),
+        ([*RATES, "--n-jobs", "0"], "--n-jobs 0 must be at least 1"),
         (
             [*RATES, "--n-jobs", "2"],
             "--n-jobs 2 trains adapters on one base: without --lora-r a trial changes the base",

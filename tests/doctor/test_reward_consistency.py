@@ -97,8 +97,8 @@ def test_another_verifier_is_put_beside_it(tmp_path, capsys):
     [
         ([], "holds no run.json"),
         (["--reward", "exact", "--steps", "7:"], "has no rollouts of these steps"),
-        (["--reward", "exact", "--repeats", "0"], "--repeats 0 asks nobody"),
-        (["--reward", "exact", "--sample", "1"], "--sample 1 leaves nothing to compare"),
+        (["--reward", "exact", "--repeats", "0"], "--repeats 0 must be at least 1"),
+        (["--reward", "exact", "--sample", "1"], "--sample 1 must be at least 2"),
     ],
 )
 def test_a_mistake_gets_one_sentence(more, said, tmp_path, capsys):

@@ -208,7 +208,7 @@ class TestCheck:
     def test_wrong_options_are_told_in_a_sentence(self, capsys):
         for words, said in (
             ([], "covey env check needs an environment"),
-            (["x.py:A", "--episodes", "0"], "--episodes 0 leaves nothing to try"),
+            (["x.py:A", "--episodes", "0"], "--episodes 0 must be at least 1"),
             (["x.py:A", "--row", "{"], "is no JSON"),
             (["openenv:localhost"], "is no URL"),
             (["gymnasium:None-v0"], "cannot make 'None-v0'"),

@@ -283,7 +283,7 @@ def test_sigterm_lets_a_running_answer_end_and_the_process_with_it():
     (["--adapter", "polite"], "write NAME=FOLDER"),
     (["--adapter", "polite=nowhere"], "nowhere"),
     (["--max-waiting", "0"], "max_waiting is 0"),
-    (["--port", "70000"], "give one from 0 to 65535"),
+    (["--port", "70000"], "--port 70000 must be from 0 to 65535"),
 ])  # fmt: skip
 def test_a_wrong_option_is_told_before_anything_is_served(capsys, options, said):
     assert main(["serve", "demo", *options]) == 2

@@ -18,7 +18,7 @@ _FLAGS = (
     Flag(name="prompt_column", help="Column that holds the prompt.", default="prompt", group="data"),
     Flag(name="answer_column", help="Column of the gold answer; left out: answer or solution, if there.", group="data"),
     Flag(name="answers", help="Form of an answer: number, math (math-verify parses it) or text; auto: a number where 9 in 10 are.", default="auto", group="data"),
-    Flag(name="max_rows", help="Check only the first N rows.", type=int, group="data"),
+    Flag(name="max_rows", help="Check only the first N rows.", type=int, least=1, group="data"),
     Flag(name="against", help="Evaluation sets whose questions must not be among the rows; may be several.", type="list[str]", group="comparison"),
     Flag(name="against_column", help="Column of their prompts; left out: as --prompt-column.", group="comparison"),
     Flag(name="overlap", help="Share of a prompt's words, in runs that an evaluation question has too, from which it is one.", type=float, default=0.5, group="comparison"),
@@ -104,8 +104,6 @@ def _page(name: str) -> Path:
 
 
 def _inspect(options: dict[str, Any]) -> Inspection:
-    if options["max_rows"] is not None and options["max_rows"] < 1:
-        raise ConfigError(f"--max-rows {options['max_rows']} leaves no row; give 1 or more.")
     from covey.doctor.data_check import Rows, Settings, inspect
 
     settings = Settings(
@@ -206,7 +204,7 @@ _pivots = Verb(
         Flag(name="messages_column", help="Column of the messages; left out: messages, conversations, conversation or trajectory.", group="data"),
         Flag(name="tool_calls_only", help="Only turns that call a tool.", type=bool, default=False, group="data"),
         Flag(name="success_column", help="Column that is true, or a reward of 1 at least, in trajectories to take turns of.", group="data"),
-        Flag(name="max_rows", help="Read only the first N rows.", type=int, group="data"),
+        Flag(name="max_rows", help="Read only the first N rows.", type=int, least=1, group="data"),
         Flag(name="output", short="o", help="File for the pivots (.jsonl).", group="output"),
         JSON,
     ),

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
-from covey.cli.flags import Flag, spelled
+from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Verb
-from covey.errors import ConfigError, RunFolderError
+from covey.errors import RunFolderError
 from covey.files.places import next_folder
 
 if TYPE_CHECKING:
@@ -21,19 +21,16 @@ if TYPE_CHECKING:
 
 _FLAGS = (
     Flag(name="output_dir", help="Folder of the run; runs/demo-1, runs/demo-2, ... when left out.", group="run"),
-    Flag(name="steps", help="Optimizer steps; the shipped settings when left out.", type=int, group="run"),
+    Flag(name="steps", help="Optimizer steps; the shipped settings when left out.", type=int, least=1, group="run"),
     Flag(name="seed", help="Seed of everything random.", type=int, default=0, group="run"),
-    Flag(name="held_out", help="Problems of the evaluation before and after.", type=int, default=300, group="run"),
+    Flag(name="held_out", help="Problems of the evaluation before and after.", type=int, default=300, least=1, group="run"),
     Flag(name="resume", help="Folder of an interrupted demo, which is continued.", group="run"),
     JSON,
-)
+)  # fmt: skip
 
 
 def run(options: dict[str, Any]) -> int | None:
     """Evaluate, train, evaluate again, and say what changed."""
-    for name in ("steps", "held_out"):
-        if options[name] is not None and options[name] < 1:
-            raise ConfigError(f"{spelled(name)} {options[name]} is no number to count to; give 1 or more.")
     folder = _folder(options)
     say = output.say
     say("\n".join(_header(folder)))

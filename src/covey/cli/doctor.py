@@ -16,21 +16,18 @@ from covey.cli.checkpoints import model_folder
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag
 from covey.cli.verb import Args, Verb
-from covey.errors import ConfigError
 
 if TYPE_CHECKING:
     from covey.doctor import Case
 
 _SAMPLE = Flag(
-    name="sample_prompts", help="Prompts that are answered and scored for a trial; 0: no trial.", type=int, default=16, group="run"
+    name="sample_prompts", help="Prompts that are answered and scored for a trial; 0: no trial.", type=int, default=16, least=0, group="run"
 )  # fmt: skip
 
 
 def run(args: Args) -> int:
     """Print a row for each finding. Exit code 1 when one of them is FAIL."""
     train.refuse_missing(args)
-    if args.get("sample_prompts", 0) < 0:
-        raise ConfigError("--sample-prompts is less than 0; give a number of prompts, 0 for no trial.")
     from covey.doctor import examine
 
     findings = []

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from covey.learner.memory_estimate import Memory
 
 _PROMPT_TOKENS = Flag(
-    name="prompt_tokens", help="Tokens of the longest prompt; left out: from --dataset, or 512 where none is named.", type=int, group="run"
+    name="prompt_tokens", help="Tokens of the longest prompt; left out: from --dataset, or 512 where none is named.", type=int, least=1, group="run"
 )  # fmt: skip
 _PREDICT_ONLY = Flag(
     name="predict_only", help="Show only the prediction: load nothing and try nothing.", type=bool, group="run"
@@ -39,8 +39,6 @@ def run(args: Args) -> int:
         raise ConfigError(
             "--model is missing: the model whose memory is asked for, such as covey doctor memory --model demo."
         )
-    if args.get("prompt_tokens", 1) < 1:
-        raise ConfigError("--prompt-tokens is less than 1; give the tokens of the longest prompt.")
     from covey.cli.plan import memory_of
     from covey.config import GRPOConfig
     from covey.doctor import plan

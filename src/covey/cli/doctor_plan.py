@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import doctor_cluster, output, train
 from covey.cli.adapter import adapter, adapter_to_train
-from covey.cli.flags import Flag, spelled
+from covey.cli.flags import Flag
 from covey.cli.verb import Args
 from covey.errors import ConfigError
 
@@ -23,8 +23,8 @@ _FLAGS = (
     Flag(name="cluster", help="Number and kind of the GPUs, to list the combinations that fit them: 2x8xH100.", group="run"),
     Flag(name="rollout_gpus", help="GPUs of the plan that a vLLM server has.", type=int, group="run"),
     Flag(name="host_gib", help="Host memory of a node in GiB, which shards in host memory must fit; left out: not judged.", type=float, group="run"),
-    Flag(name="prompt_tokens", help="Tokens of a prompt.", type=int, default=512, group="run"),
-    Flag(name="mean_completion_tokens", help="Mean tokens of a completion; left out: all are as long as allowed.", type=float, group="run"),
+    Flag(name="prompt_tokens", help="Tokens of a prompt.", type=int, default=512, least=1, group="run"),
+    Flag(name="mean_completion_tokens", help="Mean tokens of a completion; left out: all are as long as allowed.", type=float, least=1, group="run"),
 )  # fmt: skip
 
 
@@ -58,10 +58,6 @@ def setup_of(args: Args) -> Setup:
     from covey.doctor.roofline.gpus import gpus
 
     count, gpu = gpus(args.get("cluster") or args["gpus"])
-    least = {"prompt_tokens": 1, "mean_completion_tokens": 1}
-    for name, lowest in least.items():
-        if args.get(name, lowest) < lowest:
-            raise ConfigError(f"{spelled(name)} is less than {lowest}; give a number of tokens.")
     host = args.get("host_gib")
     if host is not None and not 0 < host < 2**20:
         raise ConfigError(f"--host-gib {host:g} is no memory of a node; give GiB above 0.")

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _FLAGS = (
     Flag(name="environment", help="file.py:Class, openenv:URL or gymnasium:ID.", group="what"),
-    Flag(name="episodes", help="Episodes of random actions.", type=int, default=20, group="what"),
-    Flag(name="turns", help="Most calls of one episode.", type=int, default=10, group="what"),
+    Flag(name="episodes", help="Episodes of random actions.", type=int, default=20, least=1, group="what"),
+    Flag(name="turns", help="Most calls of one episode.", type=int, default=10, least=1, group="what"),
     Flag(name="seed", help="Seed of the episodes and of the actions.", type=int, default=0, group="what"),
     Flag(name="row", help="Columns that reset receives, as a JSON object.", group="what"),
     Flag(name="model", help="Model whose tokenizer and chat template count the tokens of an episode.", group="length"),
@@ -27,9 +27,6 @@ _FLAGS = (
 
 def run(options: Args) -> int:
     """Examine, print a table or JSON. Exit code 1 where something must be fixed."""
-    for name in ("episodes", "turns"):
-        if options[name] < 1:
-            raise ConfigError(f"--{name} {options[name]} leaves nothing to try; use at least 1.")
     from covey.environments.check import examine
     from covey.training.agents import environment
 

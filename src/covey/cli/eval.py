@@ -23,15 +23,15 @@ _FLAGS = (
     Flag(name="columns", help="Rename columns: new=old, so that a reward finds them.", type="list[str]", group="data"),
     Flag(name="system_prompt", help="System message put before every prompt.", group="data"),
     Flag(name="max_prompts", help="Use only the first N rows.", type=int, group="data"),
-    Flag(name="num_samples", help="Answers drawn a prompt, beside the greedy one; 0: greedy only.", type=int, default=0, group="answers"),
+    Flag(name="num_samples", help="Answers drawn a prompt, beside the greedy one; 0: greedy only.", type=int, default=0, least=0, group="answers"),
     Flag(name="k", help="pass@k for each of these k; needs --num-samples.", type="list[int]", group="answers"),
     Flag(name="temperature", help="Sampling temperature of the drawn answers.", type=float, default=1.0, group="answers"),
     Flag(name="top_p", help="Nucleus of the drawn answers.", type=float, default=1.0, group="answers"),
-    Flag(name="max_tokens", help="Most tokens of an answer.", type=int, default=256, group="answers"),
+    Flag(name="max_tokens", help="Most tokens of an answer.", type=int, default=256, least=1, group="answers"),
     Flag(name="threshold", help="An answer is right from this reward on.", type=float, default=0.5, group="answers"),
     Flag(name="seed", help="Seed of the drawn answers.", type=int, default=0, group="answers"),
     Flag(name="device", help="Where the model computes, such as cpu or cuda:1; left out: this machine's accelerator, else the CPU.", group="answers"),
-    Flag(name="batch_size", help="Answers in flight at a time.", type=int, default=128, group="answers"),
+    Flag(name="batch_size", help="Answers in flight at a time.", type=int, default=128, least=1, group="answers"),
     Flag(name="compare_to", help="Another model: tests whether it is better, prompt by prompt.", group="comparison"),
     Flag(name="ensemble", help="More models that answer in addition to the first: paths, hub ids or endpoints, as in runs/b,samples=4; a vote picks the answer.", type="list[str]", group="ensemble"),
     Flag(name="vote", help="With --ensemble: majority, weighted (by the judge's reward) or best (by the judge); best with --judge, else majority.", group="ensemble"),
@@ -95,9 +95,6 @@ def _check(options: dict[str, Any]) -> None:
         if not options[name]:
             raise ConfigError(f"covey eval needs --{name}; see covey eval --help.")
     _check_ensemble(options)
-    for name, least in (("num_samples", 0), ("max_tokens", 1), ("batch_size", 1)):
-        if options[name] < least:
-            raise ConfigError(f"{spelled(name)} {options[name]} must be at least {least}.")
     if options["k"] and min(options["k"]) < 1:
         raise ConfigError(f"pass@{min(options['k'])} is no share of samples; give --k 1 or more.")
     if options["k"] and max(options["k"]) > options["num_samples"]:

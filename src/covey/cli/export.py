@@ -16,7 +16,7 @@ _FLAGS = (
     Flag(name="min_margin", help="Least difference of the two rewards; equal ones never make a pair.", type=float, default=0.0, group="pairs"),
     Flag(name="reward", help="Compare by this reward of the run; left out: by the total.", group="pairs"),
     Flag(name="steps", help="Only these steps, as FIRST:LAST; one end may be left out.", group="pairs"),
-    Flag(name="max_per_prompt", help="Most pairs of one prompt, those of the widest margin.", type=int, group="pairs"),
+    Flag(name="max_per_prompt", help="Most pairs of one prompt, those of the widest margin.", type=int, least=1, group="pairs"),
     Flag(name="finished_only", help="Leave out completions that were cut at the length limit.", type=bool, default=False, group="pairs"),
     JSON,
 )  # fmt: skip
@@ -27,8 +27,6 @@ def run_pairs(options: Args) -> int:
     run, path = Path(options["run"]), rows_file(options["output"])
     if path.exists():
         raise ConfigError(f"{path} is there already; give another --output.")
-    if options["max_per_prompt"] is not None and options["max_per_prompt"] < 1:
-        raise ConfigError(f"--max-per-prompt {options['max_per_prompt']} keeps nothing; use at least 1.")
     first, last = steps_of(options["steps"])
     from covey.runs.pairs import PairOptions, preference_pairs
     from covey.runs.storage import storage_errors, whole_file

@@ -23,13 +23,13 @@ _FLAGS = (
     Flag(name="overwrite", help="Replace the output file, and columns of the same names.", type=bool, default=False, group="data"),
     Flag(name="model", help="Model whose answers say how hard a prompt is; its tokenizer counts tokens.", group="difficulty"),
     Flag(name="reward", help="Built-in name or import path that says which answers are right; may be repeated.", type="list[str]", group="difficulty"),
-    Flag(name="num_samples", help="Answers drawn for each prompt.", type=int, default=8, group="difficulty"),
-    Flag(name="max_tokens", help="Most tokens of an answer.", type=int, default=256, group="difficulty"),
+    Flag(name="num_samples", help="Answers drawn for each prompt.", type=int, default=8, least=1, group="difficulty"),
+    Flag(name="max_tokens", help="Most tokens of an answer.", type=int, default=256, least=1, group="difficulty"),
     Flag(name="temperature", help="Sampling temperature.", type=float, default=1.0, group="difficulty"),
     Flag(name="threshold", help="An answer is right from this reward on.", type=float, default=0.5, group="difficulty"),
     Flag(name="seed", help="Seed of the drawn answers.", type=int, default=0, group="difficulty"),
     Flag(name="device", help="Where the model computes, such as cpu or cuda:1; left out: this machine's accelerator, else the CPU.", group="difficulty"),
-    Flag(name="batch_size", help="Answers in flight at a time.", type=int, default=128, group="difficulty"),
+    Flag(name="batch_size", help="Answers in flight at a time.", type=int, default=128, least=1, group="difficulty"),
     Flag(name="embedding_model", help="Folder or hub id of the model that makes vectors, or demo.", group="vectors"),
     JSON,
     CONFIG,
@@ -115,8 +115,6 @@ def _check(options: dict[str, Any]) -> None:
         )
     if wants & {"embedding", "relevance"} and not options["embedding_model"]:
         raise ConfigError("embedding and relevance need --embedding-model, a folder or a hub id.")
-    if options["num_samples"] < 1:
-        raise ConfigError(f"--num-samples {options['num_samples']} draws nothing; use at least 1.")
 
 
 def _judge(options: dict[str, Any], is_sampled: bool) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 Nothing heavy is imported before every name is known to be right, so a typo is answered at once.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ class Flag:
     """Type of the value, or an annotation as text where the type is known later."""
     default: Any = None
     """Default as help shows it."""
+    least: float | None = None
+    """Least number that it may be."""
+    most: float | None = None
+    """Greatest, where there is a least one."""
     group: str = "options"
     is_common: bool = True
     """Shown by `--help`; the others by `--help-all`."""
@@ -61,6 +66,13 @@ class Flag:
     def spelled(self) -> str:
         """Spelling on the command line."""
         return spelled(self.name)
+
+    def refuse_outside(self, value: float | None) -> None:
+        """Raise ConfigError for a number below `least` or above `most`."""
+        if value is None or self.least is None or self.least <= value <= (self.most or math.inf):
+            return
+        bounds = f"at least {self.least}" if self.most is None else f"from {self.least} to {self.most}"
+        raise ConfigError(f"{self.spelled} {value} must be {bounds}.")
 
 
 NO_HINTS: Mapping[str, str] = {}

@@ -24,7 +24,7 @@ _FLAGS = (
     Flag(name="columns", help="Rename columns: new=old, so that a reward finds them.", type="list[str]", group="data"),
     Flag(name="gold_column", help="Column of the right answer; left out: answer, solution, reference, ...", group="data"),
     Flag(name="completion_column", help="Column of completions to score, in addition to generated ones.", group="data"),
-    Flag(name="rows", help="How many rows are tried, from all over the data set.", type=int, default=16, group="data"),
+    Flag(name="rows", help="How many rows are tried, from all over the data set.", type=int, default=16, least=1, group="data"),
     Flag(name="timeout", help="Seconds that one call may take.", type=float, default=60.0, group="reward"),
     Flag(name="strict", help="Warnings fail too.", type=bool, default=False, group="output"),
     JSON,
@@ -34,7 +34,8 @@ _FLAGS = (
 
 def run(options: dict[str, Any]) -> int:
     """Try every reward and say what is wrong. Exit code 0 without a FAIL, 3 with one."""
-    _check(options)
+    if not options["timeout"] > 0:
+        raise ConfigError(f"--timeout {options['timeout']} leaves no time; give seconds above 0.")
     from covey.rewards.builtin.registry import resolve
     from covey.rewards.contract import check_signature
 
@@ -55,13 +56,6 @@ def run(options: dict[str, Any]) -> int:
                 output.result("\n".join([f"{spec.name}: {reward_steps.in_words(steps)}", *reward_steps.table(steps)]))
             _show(spec.name, examination, verdicts, len(data))
     return 0 if is_ok else RewardError.exit_code
-
-
-def _check(options: dict[str, Any]) -> None:
-    if options["rows"] < 1:
-        raise ConfigError(f"--rows {options['rows']} leaves nothing to try; use at least 1.")
-    if not options["timeout"] > 0:
-        raise ConfigError(f"--timeout {options['timeout']} leaves no time; give seconds above 0.")
 
 
 def _data(options: dict[str, Any]) -> list[dict[str, Any]]:

@@ -20,8 +20,8 @@ _FLAGS = (
     Flag(name="run", help="Folder of a run with rollouts.", group="what"),
     Flag(name="reward", help="Rewards to call again; left out: those of the run. May be repeated.", type="list[str]", group="reward"),
     Flag(name="against", help="Another verifier of the same texts: a built-in name, file.py:function, a judge. May be repeated.", type="list[str]", group="reward"),
-    Flag(name="repeats", help="How often each reward is called again.", type=int, default=2, group="reward"),
-    Flag(name="sample", help="Completions at most, whole groups from all over the steps.", type=int, default=512, group="what"),
+    Flag(name="repeats", help="How often each reward is called again.", type=int, default=2, least=1, group="reward"),
+    Flag(name="sample", help="Completions at most, whole groups from all over the steps.", type=int, default=512, least=2, group="what"),
     Flag(name="steps", help="Only these steps, as FIRST:LAST; one end may be left out.", group="what"),
     Flag(name="timeout", help="Seconds that one call may take.", type=float, default=60.0, group="reward"),
     Flag(name="trust_source", help="Run the run's own reward code, even if it has changed since.", type=bool, default=False, group="reward"),
@@ -31,10 +31,6 @@ _FLAGS = (
 
 def run(options: dict[str, Any]) -> int:
     """Score the run's completions again and say what the verdicts are worth."""
-    if options["repeats"] < 1:
-        raise ConfigError(f"--repeats {options['repeats']} asks nobody; use at least 1.")
-    if options["sample"] < 2:
-        raise ConfigError(f"--sample {options['sample']} leaves nothing to compare; use at least 2.")
     folder = Path(options["run"]).expanduser()
     rewards = options["reward"] or _rewards_of(folder, options)
     import numpy as np

@@ -92,7 +92,7 @@ _FLAGS = (
     Flag(name="adapter", help="NAME=FOLDER of a LoRA adapter, which clients request as the model NAME; may be repeated.", type="list[str]", default=[], group="what"),
     Flag(name="served_model_name", help="Name by which clients request the model; left out: its path or hub id.", group="what"),
     Flag(name="host", help="Address to listen on; any other than this machine's own needs a key.", default="127.0.0.1", group="server"),
-    Flag(name="port", help="Port to listen on; 0: any free one.", type=int, default=8000, group="server"),
+    Flag(name="port", help="Port to listen on; 0: any free one.", type=int, default=8000, least=0, most=65535, group="server"),
     Flag(name="api_key", help=f"Require this key from every client; better set {KEY}, which is not shown in the list of processes.", group="server"),
     Flag(name="max_rows", help="Completions that are written at once.", type=int, default=256, group="limits"),
     Flag(name="max_waiting", help="Prompts that may wait; the next one is answered 429.", type=int, default=256, group="limits"),
@@ -114,8 +114,6 @@ _LIMITS = ("max_waiting", "max_output_tokens", "max_choices", "max_body_bytes", 
 
 def run(options: Args) -> None:
     """Serve until SIGTERM or Ctrl-C."""
-    if not 0 <= options["port"] < 2**16:
-        raise ConfigError(f"--port {options['port']} is none; give one from 0 to 65535.")
     try:
         from covey.serving import Endpoint, Limits
         from covey.serving.access import checked_key

@@ -35,8 +35,8 @@ from covey.process.counting import tell
 
 _FLAGS = (
     Flag(name="search", help="What to try: name=low:high, name=low:high:log, or name=a,b,c; may be repeated.", type=list[str], group="search"),
-    Flag(name="trials", help="Runs in all, those that were ended early included.", type=int, default=20, group="search"),
-    Flag(name="n_jobs", help="Trials that train together on one base, a step of each in turn.", type=int, default=1, group="search"),
+    Flag(name="trials", help="Runs in all, those that were ended early included.", type=int, default=20, least=1, group="search"),
+    Flag(name="n_jobs", help="Trials that train together on one base, a step of each in turn.", type=int, default=1, least=1, group="search"),
     Flag(name="metric", help="What to judge by: a metric of evaluations.", default="eval_reward", group="search"),
     Flag(name="minimize", help="The smaller the metric, the better.", type=bool, group="search"),
     Flag(name="pruner", help="What ends a run early: median (worse than half of those before it), halving, or none.", default="median", group="search"),
@@ -74,10 +74,9 @@ def tuning_of(args: Args) -> Tuning:
     if not args.get("eval_dataset"):
         raise ConfigError("covey tune judges by held-out prompts: give --eval-dataset.")
     child.refuse_launcher("covey tune")
-    if args.get("trials", 1) < 1 or args.get("pruner", "median") not in ("median", "halving", "none"):
-        raise ConfigError("--trials is a number from 1 on, and --pruner is median, halving or none.")
-    if (jobs := args.get("n_jobs", 1)) < 1:
-        raise ConfigError(f"--n-jobs {jobs} must be 1 or more, the number of trials that train together.")
+    if args.get("pruner", "median") not in ("median", "halving", "none"):
+        raise ConfigError("--pruner is median, halving or none.")
+    jobs = args.get("n_jobs", 1)
     search = dimensions(args.get("search") or (), {flag.name: flag.kind for flag in train.flags()})
     searched = {dimension.name for dimension in search}
     options = {name: value for name, value in args.items() if name not in _CLI_FLAGS | NEVER | searched}

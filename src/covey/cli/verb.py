@@ -74,6 +74,8 @@ class Verb:
         for name, what in self.needs.items():
             if options.get(name) in (None, "", []):
                 raise ConfigError(f"covey {self.name} needs {what}")
+        for flag in declared:
+            flag.refuse_outside(options.get(flag.name))
         seed = options.get("seed", 0)
         if isinstance(seed, int) and not 0 <= seed < 2**32:
             raise ConfigError(f"--seed {seed} must be between 0 and {2**32 - 1}.")

@@ -15,7 +15,7 @@ from covey.process.addresses import is_loopback, listen, url_of
 _FLAGS = (
     Flag(name="runs", help="Folders of runs, or folders that hold runs; runs/ when left out.", type="list[str]", group="data"),
     Flag(name="host", help="Address to listen on; any other than this machine's own needs the token that is printed.", default="127.0.0.1", group="server"),
-    Flag(name="port", help="Port to listen on; 0: any free one.", type=int, default=8050, group="server"),
+    Flag(name="port", help="Port to listen on; 0: any free one.", type=int, default=8050, least=0, most=65535, group="server"),
     Flag(name="token", help="Token that every visitor needs; one is generated if the network can reach the page.", group="server"),
     Flag(name="open", help="Open the page in the browser.", type=bool, default=False, group="server"),
 )  # fmt: skip
@@ -57,8 +57,6 @@ def run(options: dict[str, Any]) -> None:
 
 
 def _check(options: dict[str, Any], folders: list[Path]) -> None:
-    if not 0 <= options["port"] < 2**16:
-        raise ConfigError(f"--port {options['port']} is none; give one from 0 to 65535.")
     if options["token"] is not None and len(options["token"]) < _SHORTEST_TOKEN:
         raise ConfigError(f"--token is short enough to be guessed; give {_SHORTEST_TOKEN} characters or more.")
     for folder in folders:
