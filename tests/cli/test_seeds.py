@@ -12,7 +12,8 @@ import pytest
 
 from covey.cli import main
 from covey.errors import RunFolderError
-from covey.experiments.seeds import begin, shown_metrics, summary
+from covey.experiments import series
+from covey.experiments.several import shown_metrics, summary
 from kit import tiny_model, tiny_tokenizer
 
 REWARD = "def digits(completions, **kwargs):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
@@ -100,7 +101,7 @@ def test_wrong_input_stops_before_the_second_seed(place, capfd):
 
 
 @pytest.mark.parametrize(
-    "more, said", [(["--seeds", "0"], "no number of runs"), (["--resume", "x"], "leave --resume out")]
+    "more, said", [(["--seeds", "0"], "--seeds 0 must be at least 1"), (["--resume", "x"], "leave --resume out")]
 )
 def test_flags_that_make_no_series_are_refused(place, capsys, more, said):
     assert main(words("--seeds", "2", *more)) == 2
@@ -117,14 +118,14 @@ def test_a_launcher_is_refused(place, capsys, monkeypatch):
 
 
 def test_a_folder_of_other_options_or_of_a_single_run_is_refused(tmp_path):
-    assert begin(tmp_path / "a", {"learning_rate": 0.1}) == {}
-    assert begin(tmp_path / "a", {"learning_rate": 0.1}) == {}
+    series.claim(tmp_path / "a", {"learning_rate": 0.1}, "seeds")
+    series.claim(tmp_path / "a", {"learning_rate": 0.1}, "seeds")
     with pytest.raises(RunFolderError, match=r"other options \(learning_rate\)"):
-        begin(tmp_path / "a", {"learning_rate": 0.2})
+        series.claim(tmp_path / "a", {"learning_rate": 0.2}, "seeds")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "run.json").write_text("{}")
     with pytest.raises(RunFolderError, match="holds a single run"):
-        begin(tmp_path / "b", {"learning_rate": 0.1})
+        series.claim(tmp_path / "b", {"learning_rate": 0.1}, "seeds")
 
 
 def test_the_summary_is_students_interval_over_seeds():

@@ -70,7 +70,7 @@ def test_vary_trains_every_combination_and_a_failing_one_ends_alone(place, capsy
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--adapters", "0"], "0 is no number of adapters"),
+        (["--adapters", "0"], "--adapters 0 must be at least 1"),
         (["--adapters", "2", "--seeds", "2"], "keep one of them"),
         (["--share-base"], "--seeds N"),
         (["--vary", "model=a,b"], "one base"),

@@ -13,7 +13,7 @@ from covey.evaluation.compare.results import Score
 from covey.evaluation.figures.gather import interval_at
 from covey.evaluation.intervals import bounded_mean, mean_of_seeds, mean_reward, paired_difference, pass_at_k
 from covey.evaluation.model_card import _estimated
-from covey.experiments.seeds import summary
+from covey.experiments.several import summary
 from covey.monitor.view.reading import HeldOut
 from covey.runs import evaluations
 from kit import group

@@ -13,10 +13,8 @@ from covey.cli.rerun import NEVER
 from covey.cli.verb import Args
 from covey.errors import ConfigError
 from covey.experiments import child, series
-from covey.experiments.attempt import number_of
 from covey.experiments.search import choices
-from covey.experiments.seeds import shown_metrics
-from covey.experiments.several import OF_THE_BASE, OF_THE_DATA, OF_THE_PROCESS, Book, Results, Steps, number_of_seed
+from covey.experiments.several import OF_THE_BASE, OF_THE_DATA, OF_THE_PROCESS, Book, Steps
 
 
 def shares_base(args: Args) -> bool:
@@ -66,11 +64,7 @@ def run(
     if stop.requested:
         output.say(f"Stopped; every run has its checkpoint. Go on with: {series.again(sys.argv, folder)}")
         return stop.exit_code
-    ended = {name: book.results[name] for name in runs if name in book.results}
-    if book.is_seeds:
-        seeds.report(folder, {number_of_seed(name): result for name, result in ended.items()}, args)
-    else:
-        _report(folder, ended, args)
+    seeds.report(book, runs, args)
     return next(iter(book.failed.values()), 0)
 
 
@@ -91,14 +85,7 @@ def _runs(
         return _vary(args, overrides, count, flags, types)
     if count is None:
         raise ConfigError("--share-base is missing what to train: --seeds N, or --vary NAME=A,B.")
-    return {f"seed-{seed}": {"seed": seed} for seed in _seeds(overrides, count)}
-
-
-def _seeds(overrides: Mapping[str, Any], count: int) -> range:
-    if count < 1:
-        raise ConfigError(f"{count} is no number of adapters; give 2 or more, such as 4.")
-    first = int(overrides.get("seed", 0))
-    return range(first, first + count)
+    return {f"seed-{seed}": {"seed": seed} for seed in seeds.numbers(overrides, count)}
 
 
 def _vary(
@@ -112,7 +99,7 @@ def _vary(
                 raise ConfigError(
                     f"--vary {name}: runs side by side have one {why}; train them one after another instead."
                 )
-    several = {**values, **({} if count is None else {"seed": tuple(_seeds(overrides, count))})}
+    several = {**values, **({} if count is None else {"seed": tuple(seeds.numbers(overrides, count))})}
     runs = {}
     for combination in itertools.product(*several.values()):
         changes = dict(zip(several, combination, strict=True))
@@ -159,19 +146,3 @@ def _refuse(runs: Mapping[str, Args], options_of: Callable[[Args], dict[str, Any
         for reward in options.get("reward") or ():
             resolve(reward)
     refuse_unshareable(configs)
-
-
-def _report(folder: Path, results: Results, args: Args) -> None:
-    if args.get("json"):
-        output.result_json({"run": str(folder), "runs": results})
-        return
-    if not results:
-        output.result(f"no run ended: {folder}")
-        return
-    names = shown_metrics([result["metrics"] for result in results.values()])
-    width = max(map(len, results)) + 2
-    output.result(f"{'run':<{width}}{'steps':>7}  " + "  ".join(f"{name:>18}" for name in names))
-    for name, result in results.items():
-        values = "  ".join(f"{number_of(result['metrics'].get(metric)):>18.4g}" for metric in names)
-        output.result(f"{name:<{width}}{result['steps']:>7}  {values}")
-    seeds.say_if_not_held_out(names)
