@@ -147,7 +147,7 @@ def run(args: Args) -> int:
     cli_args = {name: value for name, value in args.items() if name in _CLI_FLAGS}
     if together.shares_base(args):
         by_name = {flag.name: flag for flag in (*other_flags(), *flags())}
-        member_of = functools.partial(member, load=functools.partial(load_rows, dataset=dataset))
+        member_of = functools.partial(member, rows=dataset)
         return together.run(args, overrides, cli_args, config_options, member_of, by_name, flag_types())
     if args.get("seeds") is not None:
         return seeds.run(args, overrides, cli_args)
@@ -237,18 +237,13 @@ def _finish(config: Any, args: Args, steps: Generator[Any, Any, Outcome]) -> int
     return 0
 
 
-def load_rows(args: Args, dataset: Any) -> tuple[Any, Any]:
-    """The prompts to train on, loaded before, and the held-out ones."""
-    return dataset, load_held_out(args)
-
-
-def member(args: Args, base: Any, load: Any) -> Generator[Any, Any, Outcome]:
+def member(args: Args, base: Any, rows: Any) -> Generator[Any, Any, Outcome]:
     """One of several runs on one base, as `covey train` alone would make it; resumes where it stopped."""
     from covey.config import GRPOConfig
 
     overrides = config_options(args)
     config = GRPOConfig(**overrides)
-    rows, held_out = load(args)
+    held_out = load_held_out(args)
     refuse_other_options(config, args, rows)
     cli_args = {name: value for name, value in args.items() if name in _CLI_FLAGS}
     record = rerun.recorder(overrides, cli_args)

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +150,10 @@ def steps_on_one_base(options: Mapping[str, Any]) -> Callable[[Attempt], Steps]:
     base = SharedBase(options["model"])
     types = train.flag_types()
     rows = train.load_prompts(options["dataset"], options, limit=options.get("max_prompts"), live=True)
-    load = partial(train.load_rows, dataset=rows)
 
     def steps(attempt: Attempt) -> Steps:
         args = {**options, **typed(attempt.params, types)}
-        return train.member({**args, "output_dir": str(attempt.place), "resume": "auto"}, base, load)
+        return train.member({**args, "output_dir": str(attempt.place), "resume": "auto"}, base, rows)
 
     return steps
 
