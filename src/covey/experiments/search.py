@@ -57,27 +57,27 @@ def choices(words: Sequence[str], kinds: Mapping[str, str], flag: str) -> dict[s
 
     Raises ConfigError naming the word after `flag`.
     """
-    values_by_name: dict[str, tuple[Any, ...]] = {}
-    for word in words:
-        name, values = _parse(word, kinds, flag, "name=a,b,c")
-        if name in values_by_name:
-            raise ConfigError(f"{flag} names {name} twice; keep one.")
-        values_by_name[name] = _choices(name, values).choices
-    return values_by_name
+    parsed = [_choices(*_parse(word, kinds, flag, "name=a,b,c")) for word in words]
+    _refuse_twice(parsed, flag)
+    return {dimension.name: dimension.choices for dimension in parsed}
 
 
 def dimensions(words: Sequence[str], kinds: Mapping[str, str]) -> list[Dimension]:
     """One for each word. Raises ConfigError naming the word and how it is written."""
     parsed = [_dimension(word, kinds) for word in words]
-    names = [dimension.name for dimension in parsed]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"--search names {name} twice; keep one.")
+    _refuse_twice(parsed, "--search")
     if not parsed:
         raise ConfigError(
             "--search is missing: name the values to try, such as learning_rate=1e-6:1e-4:log or num_generations=4,8."
         )
     return parsed
+
+
+def _refuse_twice(dimensions: Sequence[Dimension], flag: str) -> None:
+    names = [dimension.name for dimension in dimensions]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{flag} names {name} twice; keep one.")
 
 
 def _parse(word: str, kinds: Mapping[str, str], flag: str, forms: str) -> tuple[str, str]:
