@@ -22,9 +22,7 @@ STYLE = (
 def svg_of(curve: Curve, titles: Sequence[str]) -> str:
     """The curve with a line and a band a side; `titles` name the sides."""
     titles = [safe(title, keep_lines=False) for title in titles]
-    heading = escape(safe(curve.title, keep_lines=False))
-    span_x, span_y = _spans(curve)
-    frame = Frame(span_x, span_y)
+    frame = Frame(*_spans(curve))
     parts = [grid(frame)]
     for i, line in enumerate(curve.lines):
         parts.append(
@@ -39,11 +37,21 @@ def svg_of(curve: Curve, titles: Sequence[str]) -> str:
             f'<text x="{x + 20:.0f}" y="30">{escape(shown)}</text>'
         )
         x += 34 + 6.6 * len(shown)
+    return picture(curve.title, f"{''.join(legend)}{''.join(parts)}", label=f"{curve.title} by step")
+
+
+def picture(title: str, inside: str, *, label: str) -> str:
+    """A drawing below its title; `label` is read aloud."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="covey" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{heading} by step"><style>{STYLE}</style>'
-        f'<text class="title" x="{LEFT}" y="14">{heading}</text>{"".join(legend)}{"".join(parts)}</svg>'
+        f'aria-label="{text(label)}"><style>{STYLE}</style>'
+        f'<text class="title" x="{LEFT}" y="14">{text(title)}</text>{inside}</svg>'
     )
+
+
+def text(value: str) -> str:
+    """One line of text in a drawing."""
+    return escape(safe(value, keep_lines=False))
 
 
 class Frame:

@@ -3,12 +3,10 @@
 import math
 import re
 from collections.abc import Sequence
-from html import escape
 
 from covey.evaluation.compare.curves import Curve
-from covey.evaluation.compare.svg import COLOURS, HEIGHT, LEFT, STYLE, WIDTH, Frame, grid, svg_of
+from covey.evaluation.compare.svg import COLOURS, HEIGHT, LEFT, WIDTH, Frame, grid, picture, svg_of, text
 from covey.evaluation.figures.gather import Confusion, Figure, Shares
-from covey.process.terminal import safe
 
 _GAP = 16
 _CELL = (150, 66)
@@ -51,21 +49,21 @@ def _shares(figure: Shares) -> str:
         colour = COLOURS[i % len(COLOURS)]
         points = " ".join(f"{frame.x(step):.1f},{frame.y(value):.1f}" for step, value in edge)
         parts.append(f'<polygon points="{points}" fill="{colour}" fill-opacity="0.75"/>')
-        shown = _text(name[:24])
+        shown = text(name[:24])
         legend.append(
             f'<rect x="{x:.0f}" y="20" width="12" height="12" fill="{colour}"/><text x="{x + 16:.0f}" y="30">{shown}</text>'
         )
         x += 32 + 6.6 * min(24, len(name))
         below = above
-    return _frame(figure.title, f"{''.join(legend)}{''.join(parts)}{grid(frame)}")
+    return picture(figure.title, f"{''.join(legend)}{''.join(parts)}{grid(frame)}", label=figure.title)
 
 
 def _confusion(figure: Confusion) -> str:
     """Four cells, the more answers the darker; a share and a count in each."""
     total = max(1, sum(map(sum, figure.counts)))
     left, top = LEFT + 110, 92
-    parts = [f'<text x="{left + _CELL[0]}" y="{top - 26}" text-anchor="middle">{_text(figure.columns[:40])}</text>',
-             f'<text x="{LEFT}" y="{top + _CELL[1] + 4}">{_text(figure.rows[:24])}</text>']  # fmt: skip
+    parts = [f'<text x="{left + _CELL[0]}" y="{top - 26}" text-anchor="middle">{text(figure.columns[:40])}</text>',
+             f'<text x="{LEFT}" y="{top + _CELL[1] + 4}">{text(figure.rows[:24])}</text>']  # fmt: skip
     for at, word in enumerate(("wrong", "right")):
         parts.append(f'<text x="{left + (at + 0.5) * _CELL[0]}" y="{top - 8}" text-anchor="middle">{word}</text>')
         parts.append(f'<text x="{left - 8}" y="{top + (at + 0.5) * _CELL[1] + 4}" text-anchor="end">{word}</text>')
@@ -80,16 +78,4 @@ def _confusion(figure: Confusion) -> str:
             )
     label = f"{figure.agreement:.0%} the same, of {total:,}"
     parts.append(f'<text x="{left}" y="{top + 2 * _CELL[1] + 22}">{label}</text>')
-    return _frame(figure.title, "".join(parts))
-
-
-def _frame(title: str, inside: str) -> str:
-    heading = _text(title)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="covey" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{heading}">'
-        f'<style>{STYLE}</style><text class="title" x="{LEFT}" y="14">{heading}</text>{inside}</svg>'
-    )
-
-
-def _text(text: str) -> str:
-    return escape(safe(text, keep_lines=False))
+    return picture(figure.title, "".join(parts), label=figure.title)
