@@ -79,13 +79,11 @@ class _Doctor(Verb):
     def __call__(self, arguments: Sequence[str]) -> int:
         """`covey doctor memory` and `plan` are subcommands, unless a file has that name; the word may follow options."""
         taking = {flag.spelled for flag in self.flags() if not flag.is_switch} | {"--gpus"}
-        words = [word for i, word in enumerate(arguments) if word in _APART and not (i and arguments[i - 1] in taking)]
-        if not words or Path(words[0]).exists():
+        places = [i for i, word in enumerate(arguments) if word in _APART and not (i and arguments[i - 1] in taking)]
+        if not places or Path(arguments[places[0]]).exists():
             return super().__call__(arguments)
-        place = next(
-            i for i, word in enumerate(arguments) if word == words[0] and not (i and arguments[i - 1] in taking)
-        )
-        verb: Verb = import_module(_APART[words[0]]).verb
+        place = places[0]
+        verb: Verb = import_module(_APART[arguments[place]]).verb
         return verb([*arguments[:place], *arguments[place + 1 :]])
 
 
