@@ -17,6 +17,7 @@ from covey.cli.verb import CONFIG, JSON, Args, Verb
 from covey.config import options
 from covey.demo import DEMO_SETTINGS
 from covey.errors import ConfigError
+from covey.experiments import series
 from covey.experiments.several import Outcome
 from covey.files.places import next_folder
 
@@ -288,13 +289,12 @@ def _last(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def resume_command(words: Sequence[str], run: str) -> str:
     """The command line that resumes a run, made from its first one."""
-    import shlex
-
     remaining = [
-        word for i, word in enumerate(words[1:], 1) if not word.startswith("--resume") and words[i - 1] != "--resume"
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if not word.startswith("--resume") and before != "--resume"
     ]
-    named = any(word.startswith(("--output-dir", "--output_dir")) for word in remaining)
-    return shlex.join(["covey", *remaining, *([] if named else ["--output-dir", run]), "--resume", "auto"])
+    return f"{series.again(remaining, run)} --resume auto"
 
 
 def load_prompts(named: str, args: Args, limit: int | None, live: bool = False) -> Any:

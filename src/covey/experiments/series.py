@@ -53,7 +53,7 @@ def make_way(place: Path) -> None:
         place.rename(aside)
 
 
-def again(words: Sequence[str], folder: Path) -> str:
+def again(words: Sequence[str], folder: str | Path) -> str:
     """The command that continues: the same, with the folder named."""
     named = any(word.startswith(("--output-dir", "--output_dir")) for word in words)
     return shlex.join(["covey", *words[1:], *([] if named else ["--output-dir", str(folder)])])
