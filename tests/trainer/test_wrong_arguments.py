@@ -94,6 +94,20 @@ def test_an_optimizer_without_its_schedule_is_refused(tmp_path):
         trainer(tmp_path, optimizers=optimizer)
 
 
+def test_an_option_that_a_callback_changes_in_the_middle_of_a_run_is_named_once(tmp_path, caplog):
+    class Cools(TrainerCallback):
+        def on_step_end(self, args, state, control, **others):
+            args.temperature /= 2
+
+    made = trainer(tmp_path, callbacks=[Cools()])
+    made.args.max_steps = 2
+    made.train()
+    assert [text for text in caplog.messages if "a callback changed" in text] == [
+        "a callback changed temperature in the middle of the run, which acts in part or not at all: options are read where a "
+        "run begins. Set them before train()."
+    ]
+
+
 def test_a_second_train_within_the_first_is_refused(tmp_path):
     class Again(TrainerCallback):
         def on_step_end(self, args, state, control, **others):

@@ -93,6 +93,8 @@ class Session:
     """Steps since then, without those before a resume and with those that a rollback repeats."""
     is_epoch_stop_named: bool = False
     """True once a callback that ends an epoch early was warned that epochs are not ended."""
+    late_options: frozenset[str] = frozenset({"run_name"})
+    """Options that callbacks changed in the middle of the run, each warned of once; a run's name is the trackers' to set."""
     flos_per_token: float = 0.0
     """Floating-point operations of training on one token, for `total_flos`."""
 
@@ -349,8 +351,15 @@ class Session:
         self.last_saved = state.step
 
     def _call(self, event: str, **kwargs: Any) -> None:
-        method = getattr(self.handler, event)
+        method, before = getattr(self.handler, event), dict(vars(self.args))
         self.control = method(self.args, self.trainer_state, self.control, **kwargs)
+        late = {name for name, value in vars(self.args).items() if value is not before.get(name)} - self.late_options
+        if late:
+            self.late_options |= late
+            logger.warning(
+                "a callback changed %s in the middle of the run, which acts in part or not at all: options are read where a run "
+                "begins. Set them before train().", ", ".join(sorted(late)),
+            )  # fmt: skip
 
 
 def plain(metrics: Mapping[str, Metric]) -> dict[str, float]:
