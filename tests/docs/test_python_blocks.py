@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from covey import GRPOConfig, GRPOTrainer, cli, demo
+from covey.errors import ConfigError
+from covey.rewards.builtin.registry import resolve
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"
@@ -127,6 +129,9 @@ def look_at(tree, names):
             unknown = {word.arg for word in call.keywords} - {field.name for field in dataclasses.fields(GRPOConfig)}
             assert not unknown, unknown
         elif called is not None:
+            by_name = [word.value for word in call.keywords if word.arg == "reward_funcs"]
+            for reward in (value.value for value in by_name if isinstance(value, ast.Constant)):
+                resolve(reward)
             inspect.signature(called).bind_partial(
                 *call.args, **{word.arg: word.value for word in call.keywords if word.arg}
             )
@@ -179,6 +184,11 @@ def test_the_commands_of_a_tutorial_run_in_their_order(page, folder, capsys):
         for line in code.splitlines() if language == "bash" else ():
             status = cli.main(short(line))
             assert status == 0, (line, capsys.readouterr().err)
+
+
+def test_a_reward_that_does_not_exist_is_noticed_in_a_block_that_is_not_run():
+    with pytest.raises(ConfigError, match="'maths' is no built-in reward"):
+        look_at(ast.parse("trainer = GRPOTrainer(reward_funcs='maths')"), {"GRPOTrainer": GRPOTrainer})
 
 
 def test_a_wrong_option_is_noticed_in_a_block_that_is_not_run():
