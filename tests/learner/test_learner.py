@@ -9,7 +9,7 @@ from covey import algorithms as alg
 from covey.errors import SpoiledError
 from covey.learner import FrozenCopy, Policy
 from covey.learner.packing import can_have_gradient, rows_of
-from covey.types import Completion, Group, Prompt
+from covey.types import Completion, Group, Prompt, TokenBatch
 from kit import learner_of, rest_nightly, tiny_model
 
 
@@ -89,6 +89,17 @@ def test_a_part_that_looks_at_the_whole_step_sees_it_whatever_the_split():
     whole, _ = moved(learner(decided(), max_rows=99), algorithm)
     parts, _ = moved(learner(decided(), max_rows=1), algorithm)
     torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bit", [0.0, 1e-6, -1e-6])
+def test_entropies_that_differ_by_rounding_are_in_or_out_together(bit):
+    entropy = torch.tensor([[3.0, 2.0, 2.0 + bit, 1.0]])
+    tokens = TokenBatch(
+        logp=-entropy, old_logp=-entropy, advantages=torch.ones(1, 1), mask=torch.ones(1, 4, dtype=torch.bool),
+        group=torch.zeros(1, dtype=torch.int64), entropy=entropy,
+    )  # fmt: skip
+    assert alg.TopEntropy(2 / 3).prepare(tokens, None)(tokens).tolist() == [[1.0, 1.0, 1.0, 0.0]]
+    assert alg.TopEntropy(1 / 3).prepare(tokens, None)(tokens).tolist() == [[1.0, 1.0, 1.0, 0.0]]
 
 
 def test_a_dead_group_costs_no_backward_and_changes_no_gradient():

@@ -14,13 +14,17 @@ from covey.algorithms.control import Controller, current
 from covey.errors import ConfigError
 from covey.types import Aggregate, Last, Mean, Metric, StepReport, TokenBatch, Totals
 
+_ROUNDING = 1e-6
+"""Error of an entropy in float32, relative to 1 and to itself."""
+
 
 @dataclass(frozen=True)
 class TopEntropy:
     """1 on the share of tokens with the highest entropy, else 0: a weight. Wang et al. 2025, "Beyond the 80/20 Rule".
 
     The bound is the `1 - share` quantile (linear between order statistics) of the entropies of all tokens of the optimizer
-    step that count; `prepare` measures it. Denominators do not change.
+    step that count; `prepare` measures it. Entropies that differ from it by rounding are in: first tokens of a group are equal, and
+    a micro-batch's last bit would tell them apart. Denominators do not change.
     """
 
     share: float = 0.2
@@ -33,7 +37,8 @@ class TopEntropy:
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         bound = self._measure(tokens) if self.bound is None else self.bound
-        return (tokens.mask & (entropy_of(tokens).detach() >= bound)).to(tokens.logp.dtype)
+        tied = _ROUNDING * (1.0 + abs(bound)) if math.isfinite(bound) else 0.0
+        return (tokens.mask & (entropy_of(tokens).detach() >= bound - tied)).to(tokens.logp.dtype)
 
     def prepare(self, tokens: TokenBatch, totals: Totals) -> TopEntropy:
         """With the bound of the whole step."""
