@@ -1,6 +1,7 @@
 """Weights between sampler and learner by hand, and what they leave alone."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,3 +106,15 @@ def test_denominators_do_not_change_with_a_mask():
 def test_the_effective_sample_size_is_one_for_equal_weights_and_less_otherwise():
     assert EffectiveSize.of(torch.full((1, 4), 3.0)).value == pytest.approx(1.0)
     assert EffectiveSize.of(torch.tensor([[1.0, 0.0, 0.0, 0.0]])).value == pytest.approx(0.25)
+
+
+def test_approx_kl_is_to_the_policy_that_drew_the_tokens():
+    drawn, logp = torch.tensor([[-1.0, -2.0, math.nan]]), torch.tensor([[-1.5, -2.0, -3.0]])
+    tokens = TokenBatch(
+        logp=logp, old_logp=logp, advantages=torch.ones(1, 1), mask=torch.ones(1, 3, dtype=torch.bool),
+        group=torch.zeros(1, dtype=torch.int64), sampler_logp=drawn,
+    )  # fmt: skip
+    measured = lambda tokens: alg.dapo().metrics(tokens, Totals.of(tokens.mask, tokens.group, 8))["approx_kl"].value
+    assert measured(tokens) == pytest.approx((math.exp(-0.5) - 1 + 0.5) / 3)
+    assert measured(replace(tokens, same_weights=torch.ones(1, dtype=torch.bool))) == 0.0  # by rounding alone
+    assert measured(replace(tokens, old_logp=logp + 0.5, sampler_logp=None)) > 0.0

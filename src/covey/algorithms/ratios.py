@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from covey.algorithms.importance import drawn_logp
 from covey.types import TokenBatch
 
 Level = Literal["token", "sequence", "product"]
@@ -36,6 +37,8 @@ def ratio_of(tokens: TokenBatch, level: Level = "token", limit: float | None = N
 
 
 def approximate_kl(tokens: TokenBatch) -> Tensor:
-    """[N, T], `exp(d) - 1 - d` with `d = logp - old_logp`: how far the policy has moved since the rollout (k3)."""
-    log_ratio = tokens.log_ratio.detach()
+    """[N, T], `exp(d) - 1 - d` with `d` the log-ratio to the policy that drew the token: `old_logp` where its sampler gave none (k3)."""
+    drawn = drawn_logp(tokens)
+    log_ratio = tokens.logp.detach() - torch.where(drawn.isnan(), tokens.old_logp, drawn)
+    log_ratio = torch.where(tokens.mask, log_ratio, torch.zeros_like(log_ratio))
     return torch.expm1(log_ratio.clamp(max=LIMIT)) - log_ratio
