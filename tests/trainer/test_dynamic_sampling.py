@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
+from covey import algorithms as alg
 from covey.data import mix
+from covey.rewards import Scorer
+from covey.rewards.combining import Combiner
+from covey.training.credit import with_advantages, with_signal_first, without_signal
 from faults.small_runs import ROWS, lines, reward_len, trainer, weights
+from kit import group
 
 DULL = {f"Tom has {i} apples." for i in range(8)}
 """Two thirds of the prompts: every answer to them gets the same reward."""
@@ -105,3 +110,23 @@ def test_a_mixture_trains_and_tells_rewards_which_set_a_prompt_is_from(tmp_path:
     seen.clear()
     made.evaluate(data)  # each row counts once
     assert seen["many"] / seen["few"] == (len(ROWS) - 3) / 3
+
+
+def test_groups_without_signal_are_those_whose_advantages_are_all_zero():
+    tied_raw = group(["a", "b"], uid="0:0", rewards=[[1.0, 0.0], [0.0, 2.0]])  # 1 x 1 = 0.5 x 2
+    both_clipped = group(["a", "b"], uid="0:1", rewards=[[2.0, 0.0], [3.0, 0.0]])
+    apart = group(["a", "b"], uid="0:2", rewards=[[0.0, 0.0], [1.0, 0.0]])
+    groups, rewards = [tied_raw, both_clipped, apart], [all_dull, some_dull]
+    summed, each = alg.grpo(), alg.grpo().replace(advantage=alg.NormalizeThenSum())
+    for algorithm, options, expected in (
+        (summed, {}, [True, False, False]),
+        (each, {}, [False, False, False]),
+        (summed, {"normalization": "group"}, [False, False, False]),
+        (summed, {"clip": [0.0, 1.0]}, [False, True, False]),
+    ):
+        scorer = Scorer.of(rewards, [1.0, 0.5], combiner=Combiner(**options))
+        judged = with_advantages(groups, algorithm, scorer.weights, scorer.combiner(groups))
+        assert [not one.advantages.any() for one in judged] == expected
+        assert without_signal(groups, scorer, algorithm) == expected
+        order = with_signal_first(groups, scorer, algorithm)
+        assert order == sorted(groups, key=lambda one: expected[groups.index(one)])

@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from covey.algorithms import Algorithm
+from covey.algorithms import Algorithm, NormalizeThenSum
 from covey.data import Outcome
 from covey.data.together import joined, questions
-from covey.rewards import advantage_shares, has_signal, mean_score, reward_metrics
+from covey.rewards import Scorer, advantage_shares, has_signal, mean_score, reward_metrics
+from covey.rewards.combining import Combiner
 from covey.rollout import sampler_metrics
 from covey.training.parts import Parts
 from covey.types import Group, Max, Mean, Metric, Min, Scores, of_policy, stack_tokens
@@ -82,17 +83,20 @@ def outcomes(groups: Sequence[Group], weights: Tensor) -> dict[str, Outcome]:
     return {group.prompt.uid: outcome(group, has_signal(group, weights)) for group in of_policy(groups)}
 
 
-def num_without_signal(groups: Sequence[Group], weights: Tensor) -> int:
-    """Number of groups whose rewards do not differ."""
-    return sum(not has_signal(group, weights) for group in groups)
+def without_signal(groups: Sequence[Group], scorer: Scorer, algorithm: Algorithm) -> list[bool]:
+    """True for groups whose weighted sums do not differ, of the rewards as advantages see them."""
+    scaled = scorer.combiner(groups, learn=False)
+    scaled = Combiner("group")(scaled) if isinstance(algorithm.advantage, NormalizeThenSum) else scaled
+    return [not has_signal(group, scorer.weights) for group in scaled]
 
 
-def with_signal_first(groups: Sequence[Group], weights: Tensor) -> list[Group]:
+def with_signal_first(groups: Sequence[Group], scorer: Scorer, algorithm: Algorithm) -> list[Group]:
     """Groups with differing rewards before the others, each in their order: DAPO's dynamic sampling.
 
     Yu et al. 2025, section 3.2, <https://arxiv.org/abs/2503.14476>.
     """
-    return sorted(groups, key=lambda group: not has_signal(group, weights))
+    pairs = zip(without_signal(groups, scorer, algorithm), groups, strict=True)
+    return [group for _, group in sorted(pairs, key=lambda pair: pair[0])]
 
 
 def rollout_metrics(

@@ -8,7 +8,7 @@ from typing import TypeVar
 from covey.errors import NumericsError
 from covey.process.interruption import StopNow
 from covey.process.memory import collecting_new_garbage_only
-from covey.training.credit import judged_groups, num_without_signal, outcomes, rollout_metrics, with_signal_first
+from covey.training.credit import judged_groups, outcomes, rollout_metrics, with_signal_first, without_signal
 from covey.training.drawing import split, through, timed
 from covey.training.parts import Parts
 from covey.training.recovery import after_spoiled, after_step, expect_sound_end, rewound_on_failure, undone_when_stopped
@@ -63,11 +63,11 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
         prompts = parts.supply.next_prompts(parts.prompts_per_rollout, state.set_aside)
         drawn = groups = draw(parts, state, prompts, seconds)
         for _ in range(parts.dynamic_sampling):
-            if dull := num_without_signal(groups, scorer.weights):
+            if dull := sum(without_signal(groups, scorer, algorithm)):
                 prompts = parts.supply.further_prompts(dull, state.set_aside)
                 more = draw(parts, state, prompts, seconds)
                 drawn = [*drawn, *more]
-                groups = with_signal_first([*groups, *more], scorer.weights)[: parts.prompts_per_rollout]
+                groups = with_signal_first([*groups, *more], scorer, algorithm)[: parts.prompts_per_rollout]
         groups = through(stages.before_advantages, groups, position, seconds)
         with timed(seconds, "learn"):
             groups = parts.learner.annotate(groups, algorithm)
