@@ -35,3 +35,13 @@ def test_what_fails_while_a_pipe_is_open_is_told_as_what_it_is(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConnectionRefusedError), whole_file(tmp_path / "pipe"):
         raise ConnectionRefusedError
+
+
+def test_a_file_keeps_its_mode(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.touch()
+    for mode in (0o640, 0o600, 0o664):
+        path.chmod(mode)
+        with whole_file(path) as unfinished:
+            unfinished.write_text("new")
+        assert path.stat().st_mode & 0o777 == mode

@@ -209,6 +209,8 @@ def whole_file(path: Path) -> Iterator[Path]:
             place.parent.mkdir(parents=True, exist_ok=True)
             try:
                 unfinished.touch()
+                if place.exists():
+                    unfinished.chmod(stat.S_IMODE(place.stat().st_mode))
             except OSError:
                 is_written_itself = path.exists()
                 if not is_written_itself:
