@@ -100,6 +100,24 @@ def test_a_dry_run_refuses_whatever_the_run_would(more, sentence, place, capsys)
     assert sentence in capsys.readouterr().err
 
 
+def test_a_dry_run_looks_at_the_folder_and_at_what_is_resumed(place, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    given, at = words(place, "--dry-run"), words(place).index("--output-dir") + 1
+    for folder, sentence in {
+        "file": "is a file; give the path of a folder",
+        "file/under": "is a file; give the path of a folder",
+        "run": "holds a run already (step 3)",
+        "mine": "holds files that are not a run's (thesis.tex)",
+    }.items():
+        assert main([*given[:at], str(tmp_path / folder), *given[at + 1 :]]) != 0
+        assert sentence in capsys.readouterr().err
+    assert main([*given, "--resume", str(tmp_path / "nowhere")]) == 4
+    assert "nowhere does not exist" in capsys.readouterr().err
+
+
 def test_a_dry_run_names_the_column_that_a_reward_needs(place, tmp_path, capsys):
     (tmp_path / "mine.py").write_text("def right(completions, gold): return [0.0] * len(completions)")
     assert main(words(place, "--reward", f"{tmp_path}/mine.py:right", "--dry-run")) == 2

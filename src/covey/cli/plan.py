@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from covey.cli import output
@@ -57,6 +58,16 @@ def expect_runnable(config: GRPOConfig, args: Args, dataset: Any, held_out: Any)
     if config.curriculum != "none":
         order_of(dataset, curriculum=config.curriculum, seed=config.seed, shuffle=True, block_size=1)
     checked_eval(held_out, config)
+
+
+def expect_place(config: GRPOConfig, args: Args) -> None:
+    """Raise what the run would for its folder, and for a checkpoint to resume from."""
+    from covey.runs import checkpoint
+    from covey.runs.folder import expect_usable
+
+    place, resume = Path(str(config.output_dir)), args.get("resume")
+    start = checkpoint.latest(place) if resume == "auto" else checkpoint.resolve(resume, place)
+    expect_usable(place, start, restarts=resume == "auto")
 
 
 def resolved(config: GRPOConfig) -> dict[str, Any]:

@@ -138,9 +138,12 @@ def run(args: Args) -> int:
     if dataset is None:
         dataset = load_prompts(args["dataset"], args, limit=args.get("max_prompts"), live=True)
     if args.get("dry_run"):
-        from covey.cli.plan import expect_runnable, show
+        from covey.cli.plan import expect_place, expect_runnable, show
 
         expect_runnable(config, args, dataset, load_held_out(args))
+        if is_one:
+            expect_place(config, args)
+            refuse_other_options(config, args, dataset)
         show(config, args, overrides, dataset)
         return 0
     if chosen.get("from_run"):

@@ -287,6 +287,23 @@ def _check(path: str | os.PathLike[str]) -> Path:
     return Path(text).expanduser()
 
 
+def expect_usable(path: str | os.PathLike[str], resume: Path | None, restarts: bool) -> None:
+    """Raise what `RunFolder.create(strict=True)` would raise, and make nothing."""
+    folder = _check(path)
+    refuse_trespass(folder)
+    if resume is None or resume.resolve().parent != folder.resolve():
+        _refuse_occupied(folder, restarts)
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise RunFolderError(f"output_dir {folder} is a file; give the path of a folder.")
+    _refuse_unwritable(there)
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RunFolderError(f"output_dir {folder} cannot be written to; choose another, or change its permissions.")
+
+
 def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -294,8 +311,7 @@ def _make(folder: Path) -> None:
         raise RunFolderError(f"output_dir {folder} is a file; give the path of a folder.") from error
     except OSError as error:
         raise RunFolderError(f"output_dir {folder} cannot be made ({error.strerror}); choose another.") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise RunFolderError(f"output_dir {folder} cannot be written to; choose another, or change its permissions.")
+    _refuse_unwritable(folder)
 
 
 def _holds_run(folder: Path) -> bool:
