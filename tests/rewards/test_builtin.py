@@ -21,6 +21,7 @@ from covey.rewards import (
     get_soft_overlong_punishment,
     resolve,
 )
+from covey.rewards.builtin import math as math_module
 from covey.rewards.builtin import verify
 from covey.rewards.builtin.answers import conclusion
 from covey.rewards.builtin.code import program_of
@@ -112,6 +113,15 @@ def test_a_verifier_whose_parent_was_killed_while_it_hung_does_not_stay():
 
 
 @needs_math_verify
+def test_equal_answers_to_one_solution_are_verified_once(monkeypatch):
+    asked = []
+    each = math_module._verdicts
+    monkeypatch.setattr(math_module, "_verdicts", lambda judges: asked.append(len(judges)) or each(judges))
+    texts, solutions = [r"\boxed{7}", r"\boxed{8}", r"\boxed{7}", r"\boxed{7}"], ["$7$", "$7$", "$7$", "$8$"]
+    assert call("accuracy_reward", *texts, solution=solutions) == [1.0, 0.0, 1.0, 0.0]
+    assert asked == [3]
+
+
 def test_accuracy_reward_takes_boxed_answers_only():
     solutions = [r"\frac{1}{3}", r"\frac{1}{3}", r"$\frac{1}{3}$", "no mathematics here"]
     completions = [chat(r"My answer is \boxed{\frac{1}{3}}"), chat(r"\boxed{\frac{1}{2}}"), chat("1/3"), chat("1")]
