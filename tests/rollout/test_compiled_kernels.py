@@ -191,6 +191,21 @@ def test_a_compiler_that_fails_is_named_in_the_log_and_done_without(tokenizer, m
 
 
 @needs_kernels
+def test_a_compiler_that_is_late_is_named_in_a_warning_and_asked_again_at_the_next_start(
+    tokenizer, monkeypatch, nothing_known, caplog
+):
+    slow = nothing_known.parent / "c++"
+    slow.write_text("#!/bin/sh\nexec sleep 30\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("CXX", str(slow))
+    monkeypatch.setattr(compiled, "COMPILE_SECONDS", 0.05)
+    with caplog.at_level(logging.WARNING, "covey"):
+        assert NativeSampler(tiny_model(), tokenizer, dtype="float32").kernels is None
+    assert "the compiler took over 0.05 seconds; the next start tries again" in caplog.text
+    assert not list(nothing_known.iterdir())
+
+
+@needs_kernels
 def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(nothing_known, caplog):
     nothing_known.mkdir()
     nothing_known.chmod(0o777)

@@ -58,7 +58,8 @@ FLAGS = (
     "-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
     "-fno-exceptions", "-w",
 )  # fmt: skip
-COMPILE_SECONDS = 120
+COMPILE_SECONDS = 600
+"""Many times what an idle core takes: a kernel that a busy machine compiles is there for good, one that is ended never."""
 SWITCH = "COVEY_CPU_KERNELS"
 """Environment variable; 0: compile and load nothing."""
 
@@ -80,7 +81,11 @@ def load(source: Path, defines: tuple[str, ...], doing: str) -> ctypes.CDLL | No
         return ctypes.CDLL(str(built(source, defines)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
         message = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["it failed"])[0]
-        log_fallback(doing, message, logging.INFO)
+        is_late = isinstance(error, subprocess.TimeoutExpired)
+        message = (
+            f"the compiler took over {COMPILE_SECONDS} seconds; the next start tries again" if is_late else message
+        )
+        log_fallback(doing, message, logging.WARNING if is_late else logging.INFO)
     return None
 
 
