@@ -348,11 +348,13 @@ def left_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list
 def test_killed_at_a_random_moment_no_prompt_is_lost_or_doubled(trial: int, left_alone, tmp_path: Path) -> None:
     expected, prompts = left_alone
     process = start(tmp_path)
-    while process.poll() is None and not (tmp_path / "metrics.jsonl").exists():
-        time.sleep(0.02)
-    time.sleep(random.Random(trial).uniform(0.0, 1.0))
+    draw, metrics = random.Random(trial), tmp_path / "metrics.jsonl"
+    least = draw.randint(1, STEPS - 3)
+    while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < least):
+        time.sleep(0.005)
+    time.sleep(draw.uniform(0.0, 0.1))
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    assert process.wait() == -signal.SIGKILL, process.err
     again = start(tmp_path)
     assert again.wait(300) == 0, again.err
     assert prompts_by_step(tmp_path) == prompts, again.err
