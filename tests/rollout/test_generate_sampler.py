@@ -149,3 +149,21 @@ def test_no_completion_goes_past_the_models_positions(arch):
     groups = drawn({"suppress_tokens": [2]}, model=model, prompts=prompts, max_tokens=10)
     assert [group.prompt.token_ids[0] for group in groups] == [5, 6, 7, 8, 9]
     assert [{one.num_tokens for one in group.completions} for group in groups] == [{2}, {10}, {10}, {6}, {1}]
+
+
+def test_a_repetition_penalty_leaves_padding_out():
+    model, tokenizer = tiny_model("qwen2", layers=2, seed=1).eval(), tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token  # transformers 5.19 counts it, so that shorter rows end later
+    sampler = GenerateSampler(model, tokenizer, generate={"num_beams": 1})
+    params = SamplingParams(max_tokens=40, temperature=0.0, repetition_penalty=5.0)
+    tokens = lambda prompts: [group.completions[0].token_ids.tolist() for group in sampler.sample(prompts, 1, params)]
+    prompts = [*PROMPTS, "Tom has 3 apples and buys 4 more. How many apples does Tom have?"]
+    alone = [row for prompt in prompts for row in tokens([prompt])]
+    assert min(map(len, alone)) < 40, "one ends with the end of text"
+    assert tokens(prompts) == alone
+    plain = GenerationConfig(
+        do_sample=False, max_new_tokens=40, repetition_penalty=5.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
+    )
+    ids = torch.tensor([tokenizer(prompts[0])["input_ids"]])
+    want = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=plain)[0, ids.shape[1] :]
+    assert alone[0] == want.tolist()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -97,7 +98,7 @@ class GenerateSampler:
 
     def _generate(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, seed: int) -> Tensor:
         """[len(prompts) * n, T] generated tokens, without the prompts."""
-        from transformers import GenerationConfig, StoppingCriteriaList
+        from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
         device = next(self.model.parameters()).device
         longest = max(len(prompt.token_ids) for prompt in prompts)
@@ -110,7 +111,9 @@ class GenerateSampler:
         media = media_inputs(self.model, copies, longest, [longest - len(prompt.token_ids) for prompt in copies])
         never = [*self.banned, *(self.options.get("suppress_tokens") or ())]
         config = GenerationConfig(**{**self._config(params), **self.options, "suppress_tokens": never or None})
-        stops = StoppingCriteriaList([self._interrupted])
+        stops, penalty = StoppingCriteriaList([self._interrupted]), config.repetition_penalty or 1.0
+        config.repetition_penalty = 1.0  # that of transformers 5.19 counts padding, which may be an end of text
+        penalties = LogitsProcessorList([partial(_penalized, penalty, mask.repeat_interleave(n, 0).to(device))])
         devices = [device] if device.type == "cuda" else []
         head = head_in_float32(self.model) if self.float32_head else nullcontext()
         precision = in_precision(self.model, self.dtype)
@@ -128,6 +131,7 @@ class GenerateSampler:
                 attention_mask=mask.repeat_interleave(n, 0).to(device),
                 generation_config=config,
                 stopping_criteria=stops,
+                logits_processor=penalties if penalty != 1.0 else None,
                 **media,
                 **({"tokenizer": self.tokenizer} if params.stop else {}),
             )
@@ -169,3 +173,14 @@ class GenerateSampler:
         return completion(
             row[:length].clone(), None, "stop" if ends else "length", tokenizer=self.tokenizer, version=self.version
         )
+
+
+def _penalized(penalty: float, mask: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+    """[B, V], scores with a repetition penalty on the tokens of prompts and completions `ids` [B, S]; `mask` [B, P]: 0 on padding.
+
+    Beams of a row follow each other.
+    """
+    mask = mask.repeat_interleave(len(ids) // len(mask), 0)
+    real = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+    seen = torch.zeros_like(scores, dtype=torch.int64).scatter_add_(1, ids, real) > 0
+    return torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
