@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.data import vocabulary_size
 from covey.errors import ConfigError, ModelError, needed
@@ -155,7 +155,7 @@ def _encode(gguf: Any, weight: Tensor, outtype: str) -> tuple[np.ndarray[Any, An
     return gguf.quantize(values, kind), kind
 
 
-def _verify(gguf: Any, path: Path, model: Any, names: Any, outtype: str) -> Written:
+def _verify(gguf: Any, path: Path, model: nn.Module, names: Any, outtype: str) -> Written:
     """Every tensor of the file against the model's. Raises ModelError where one differs by more than its type rounds."""
     reader = gguf.GGUFReader(path)
     by_name = {tensor.name: tensor for tensor in reader.tensors}

@@ -75,7 +75,7 @@ def load_model(
     return _finite(loaded, model)
 
 
-def _finite(model: Any, source: str | Path) -> Any:
+def _finite(model: nn.Module, source: str | Path) -> Any:
     """The model. Raises ModelError where a weight is NaN or infinite, which every later number would be."""
     for name, weight in model.named_parameters():
         if not weight.is_floating_point() or weight.is_meta or not weight.numel() or weight.element_size() < 2:

@@ -30,7 +30,7 @@ def short_rope_limit(config: Any) -> int | None:
     return min((int(end) for end in ends if end is not None), default=None)
 
 
-def rope_factors(model: Any) -> Factors | None:
+def rope_factors(model: nn.Module) -> Factors | None:
     """The set that rotates every row of a model: "short" as it is loaded. None for a model that has not two sets."""
     inner = unwrapped(model)
     if short_rope_limit(inner.config.get_text_config()) is None:
@@ -49,12 +49,12 @@ def context_limit(model: Any) -> int | None:
     return min((int(x) for x in limits if x is not None and math.isfinite(x) and x > 0), default=None)
 
 
-def can_take_long(model: Any) -> bool:
+def can_take_long(model: nn.Module) -> bool:
     """True where transformers rotates by buffers, which `take_factors` sets; Phi-3.5-MoE and code from the hub do otherwise."""
     return bool(_buffers(model))
 
 
-def take_factors(model: Any, factors: Factors) -> None:
+def take_factors(model: nn.Module, factors: Factors) -> None:
     """Rotate every row by one set, whatever its length: its frequencies stand in the place of the short ones, in memory alone.
 
     The configuration, and so what is saved, stays as it came. Nothing changes unless `can_take_long`. `attention_factor` is the same for both sets in transformers.
@@ -74,7 +74,7 @@ def take_factors(model: Any, factors: Factors) -> None:
         unwrapped(model).rope_factors = factors
 
 
-def follow_run(model: Any, folder: str | Path) -> None:
+def follow_run(model: nn.Module, folder: str | Path) -> None:
     """Take the set by which the run of this checkpoint trained, from the `run.json` in its folder or the one above; else "short"."""
     if rope_factors(model) is None:
         return
@@ -88,7 +88,7 @@ def follow_run(model: Any, folder: str | Path) -> None:
             return
 
 
-def _buffers(model: Any) -> list[tuple[nn.Module, str, str | None]]:
+def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, str | None]]:
     """Rotary modules, with the prefix of their buffers' names and the type of the layers where there are several."""
     places: list[tuple[nn.Module, str, str | None]] = []
     for module in unwrapped(model).modules():

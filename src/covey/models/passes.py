@@ -22,7 +22,7 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def decoder_of(model: Any) -> Any:
+def decoder_of(model: nn.Module) -> Any:
     """The decoder inside the causal LM, which gives hidden states; the model itself where it names none."""
     inner = unwrapped(model)
     decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner
@@ -31,19 +31,19 @@ def decoder_of(model: Any) -> Any:
     return decoder if isinstance(decoder, nn.Module) else inner
 
 
-def encoder_of(model: Any) -> Any:
+def encoder_of(model: nn.Module) -> Any:
     """The model without its LM head: hidden states of token ids and media."""
     inner = unwrapped(model)
     return getattr(inner, inner.base_model_prefix, inner)
 
 
-def accepts(model: Any, name: str) -> bool:
+def accepts(model: nn.Module, name: str) -> bool:
     """True if the model's forward has a parameter of this name."""
     return name in inspect.signature(unwrapped(model).forward).parameters
 
 
 @contextmanager
-def computing(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def computing(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Context in which a module computes `forward`; one that it had on the instance is put back."""
     before = module.__dict__.get("forward")
     module.forward = forward
@@ -56,7 +56,7 @@ def computing(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None
 
 
 @contextmanager
-def float32_stream(model: Any) -> Iterator[None]:
+def float32_stream(model: nn.Module) -> Iterator[None]:
     """Context in which a model with bfloat16 weights computes as one with float32 weights does under autocast; a no-op for others.
 
     Products are bfloat16, but those whose operands the model's code casts to float32; the residual stream is float32. Rounded to
@@ -81,7 +81,7 @@ _widened: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Models with bfloat16 weights: true where a float32 residual stream ran on four tokens."""
 
 
-def widens_stream(model: Any) -> bool:
+def widens_stream(model: nn.Module) -> bool:
     """True if `float32_stream` widens the residual stream of this model: its weights are bfloat16, and a trial ran."""
     inner = unwrapped(model)
     embedding = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
@@ -94,7 +94,7 @@ def widens_stream(model: Any) -> bool:
     return _widened[inner]
 
 
-def _runs_widened(model: Any, weight: Tensor) -> bool:
+def _runs_widened(model: nn.Module, weight: Tensor) -> bool:
     ids = (torch.arange(4, device=weight.device) * 7919 % len(weight))[None]
     try:
         with evaluating(model), float32_stream(model):
@@ -107,7 +107,7 @@ def _runs_widened(model: Any, weight: Tensor) -> bool:
 
 
 @contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; each module's own mode is restored on every exit.
 
     Gradient checkpointing, which forbids a cache, is active in training mode only, so it is off inside too.
@@ -133,7 +133,7 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def reads_media(model: Any) -> bool:
+def reads_media(model: nn.Module) -> bool:
     """True for a model, or a configuration of one, that reads images, sounds or videos."""
     config = getattr(unwrapped(model), "config", model)
     return any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.models.modalities.inputs import media_inputs
 from covey.models.passes import accepts, decoder_of, encoder_of, evaluating, unwrapped
@@ -72,10 +72,10 @@ class _CaughtError(Exception):
         self.arguments = arguments
 
 
-def _caught(model: Any, prompt: Prompt) -> dict[str, Any]:
+def _caught(model: nn.Module, prompt: Prompt) -> dict[str, Any]:
     """Arguments that the model gives to its language model for this prompt."""
 
-    def catch(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         raise _CaughtError(kwargs)
 
     base = encoder_of(model)
@@ -91,11 +91,11 @@ def _caught(model: Any, prompt: Prompt) -> dict[str, Any]:
 
 
 @contextmanager
-def watched_positions(model: Any) -> Iterator[list[Tensor]]:
+def watched_positions(model: nn.Module) -> Iterator[list[Tensor]]:
     """Context manager that records the position ids [axes, B, S] which the model passes to its language model."""
     seen: list[Tensor] = []
 
-    def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         seen.append(kwargs["position_ids"])
 
     hook = decoder_of(model).register_forward_pre_hook(look, with_kwargs=True)
@@ -106,7 +106,7 @@ def watched_positions(model: Any) -> Iterator[list[Tensor]]:
         forget_positions(model)
 
 
-def whole_inputs(model: Any, prompt: Prompt, more: Sequence[int] = ()) -> dict[str, Any]:
+def whole_inputs(model: nn.Module, prompt: Prompt, more: Sequence[int] = ()) -> dict[str, Any]:
     """Arguments of the whole model's forward for the prompt with its media, and `more` ids behind it. No mask for text alone.
 
     Afterwards `forget_positions`.
@@ -120,14 +120,14 @@ def whole_inputs(model: Any, prompt: Prompt, more: Sequence[int] = ()) -> dict[s
     return {**plain, "attention_mask": mask, **media_inputs(model, [prompt], ids.shape[1], [0])}
 
 
-def forget_positions(model: Any) -> None:
+def forget_positions(model: nn.Module) -> None:
     """Drop the offsets of the last media, which some models keep and would count for the next text."""
     base = encoder_of(model)
     if getattr(base, "rope_deltas", None) is not None:
         base.rope_deltas = None
 
 
-def embed(model: Any, prompt: Prompt) -> Embedded:
+def embed(model: nn.Module, prompt: Prompt) -> Embedded:
     """The prompt's embeddings and positions by the model itself: its media computed, among its text. Differentiable."""
     arguments = _caught(model, prompt)
     embeds, positions = arguments["inputs_embeds"][0], arguments.get("position_ids")
@@ -141,7 +141,7 @@ def embed(model: Any, prompt: Prompt) -> Embedded:
 
 
 @torch.no_grad()
-def reason_against(model: Any, prompt: Prompt) -> str | None:
+def reason_against(model: nn.Module, prompt: Prompt) -> str | None:
     """Reason why embeddings and positions are not all that the language model needs of this prompt; None if they are.
 
     Found by its arguments, and by comparing its hidden states with the whole model's.
@@ -169,7 +169,7 @@ def reason_against(model: Any, prompt: Prompt) -> str | None:
 
 
 def placed_inputs(
-    model: Any,
+    model: nn.Module,
     input_ids: Tensor,
     position_ids: Tensor | None,
     placed: Sequence[Placed],

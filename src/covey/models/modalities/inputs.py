@@ -1,10 +1,9 @@
 """Keyword arguments of a model's forward for the images, sounds and videos of several prompts."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.errors import DataError
 from covey.models.passes import accepts, encoder_of, unwrapped
@@ -16,7 +15,7 @@ _PLACEHOLDERS = tuple(f"{kind}_token_{end}" for kind in _KINDS for end in ("id",
 _BANNED = (*_PLACEHOLDERS, "audio_start_token_id")
 
 
-def banned_ids(model: Any) -> tuple[int, ...]:
+def banned_ids(model: nn.Module) -> tuple[int, ...]:
     """Ids that stand for images, videos or sounds, which no completion may hold; () for a model of text.
 
     A sampled one would claim an item that is not there when the learner reads the completion. So would the beginning of a
@@ -40,12 +39,12 @@ def refuse_loose_places(prompts: Sequence[Prompt], banned: Sequence[int]) -> Non
             )
 
 
-def computes_positions(model: Any) -> bool:
+def computes_positions(model: nn.Module) -> bool:
     """True for a model that derives position ids from the grids of images or videos (mrope)."""
     return hasattr(encoder_of(model), "get_rope_index")
 
 
-def media_inputs(model: Any, prompts: Sequence[Prompt], width: int, starts: Sequence[int]) -> dict[str, Tensor]:
+def media_inputs(model: nn.Module, prompts: Sequence[Prompt], width: int, starts: Sequence[int]) -> dict[str, Tensor]:
     """Media of the N `prompts`, one a row of ids [N, width] that it begins at `starts`, on the model's device.
 
     Tensors of one name are joined along their first dimension (items, or patches of all items) and padded with zeros in the
@@ -69,7 +68,7 @@ def media_inputs(model: Any, prompts: Sequence[Prompt], width: int, starts: Sequ
     return {name: moved(value) for name, value in out.items()}
 
 
-def _kinds(model: Any, prompt: Prompt, name: str) -> Tensor:
+def _kinds(model: nn.Module, prompt: Prompt, name: str) -> Tensor:
     """[L] of one prompt; where the processor gave none, 1 at tokens of images, 2 of videos and 3 of sounds, as transformers counts."""
     assert prompt.media is not None
     kinds = prompt.media.token_types.get(name)
