@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from covey.errors import RewardError
+from covey.process.spawner import WorkerProcesses
 from covey.rewards import RewardSpec, Scorer, resolve
 from covey.rewards.calling.workers import WorkerPool
 from covey.rewards.decorators import CallOptions
@@ -231,3 +232,27 @@ def test_a_reward_of_a_script_is_imported_from_its_file_and_a_script_without_a_g
     assert bad.returncode == 1
     assert bad.out == ""
     assert "a worker process was about to train" in bad.err
+
+
+class Counted:
+    """A worker that counts how often it is killed."""
+
+    is_alive = True
+    kills = 0
+
+    def begin(self):
+        """Nothing to wait for."""
+
+    def kill(self):
+        self.kills += 1
+
+
+def test_a_lost_worker_is_killed_once_as_its_process_id_may_be_another_ones_by_then():
+    processes = WorkerProcesses(Counted, 1)
+    with processes.worker() as worker:
+        processes.drop(worker)
+        processes.drop(worker)
+    processes.close()
+    assert worker.kills == 1
+    with processes.worker() as another:
+        assert another is not worker
