@@ -464,6 +464,7 @@ WRITTEN = {"prompt_ids": [[5]] * 4, "completion_ids": [[6, 7]] * 4, "logprobs": 
             "completion 0 logprobs that are not one number for each token",
         ),
         ({**WRITTEN, "logprobs": [[-0.1, None]] * 4}, "completion 0 logprobs that are not one number for each token"),
+        ({**WRITTEN, "logprobs": [[0.0, -0.5]] * 4, "env_mask": [[1, 0]] * 4}, "each token the logprob 0, as if"),
     ],
 )
 def test_a_rollout_function_that_returns_something_else_is_told(tmp_path, output, said):

@@ -156,6 +156,19 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
         build_teacher(alg.dapo().replace(regularizers=alg.distill(loaded)), policy, tokenizer, {})
 
 
+@pytest.mark.parametrize("vocab_size", [None, 999])
+def test_a_teachers_folder_without_a_tokenizer_counts_as_the_policys(vocab_size, tmp_path):
+    tokenizer = tiny_tokenizer()
+    tiny_model("qwen2", vocab_size=vocab_size or len(tokenizer)).save_pretrained(tmp_path)
+    policy = Policy(tiny_model("qwen2", vocab_size=len(tokenizer)), pad_id=0)
+    algorithm = alg.dapo().replace(regularizers=alg.distill(str(tmp_path)))
+    if vocab_size is None:
+        assert build_teacher(algorithm, policy, tokenizer, {}).alignment is None
+    else:
+        with pytest.raises(ConfigError, match="knows 999 tokens"):
+            build_teacher(algorithm, policy, tokenizer, {})
+
+
 @pytest.mark.parametrize(
     "options, said",
     [

@@ -1,6 +1,6 @@
 """`rollout_func` by TRL's contract: the user's own function writes the completions."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,8 @@ class RolloutFuncSampler:
     It gets each prompt once for each of its `n` completions and returns a dict with `prompt_ids`, `completion_ids` and
     `logprobs` (None, or a list for each completion), and optionally `env_mask` (0 where the model did not write the token).
     The messages of a prompt with images or sounds hold these, and its `prompt_ids` are those of its processor.
-    Further keys, one value a completion, reach the rewards by name. Raises DataError for anything else.
+    Further keys, one value a completion, reach the rewards by name. Raises DataError for anything else, and for log-probabilities
+    that are all 0: placeholders, which would weight the loss by almost nothing.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class RolloutFuncSampler:
         raw_prompts = [_with_media(prompt) for prompt in encoded for _ in range(n)]
         output = self._checked(self.function(raw_prompts, self.trainer), len(raw_prompts))
         extra = {name: values for name, values in output.items() if name not in (*_NEEDED, "env_mask")}
+        groups = []
         for p, prompt in enumerate(encoded):
             rows = range(p * n, (p + 1) * n)
             ids = tuple(output["prompt_ids"][rows[0]])
@@ -60,7 +62,9 @@ class RolloutFuncSampler:
                     "trainer.processing_class.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True)."
                 )
             completions = tuple(self._completion(output, extra, i, params) for i in rows)
-            yield Group(prompt=replace(prompt, token_ids=ids), completions=completions)
+            groups.append(Group(prompt=replace(prompt, token_ids=ids), completions=completions))
+        _expect_chances(completion for group in groups for completion in group.completions)
+        yield from groups
 
     def _completion(
         self, output: Mapping[str, Any], extra: Mapping[str, Any], i: int, params: SamplingParams
@@ -107,6 +111,16 @@ class RolloutFuncSampler:
                     f"rollout_func returned {length} {name} for {count} prompts; return one for each prompt it was given."
                 )
         return output
+
+
+def _expect_chances(completions: Iterable[Completion]) -> None:
+    """Raise DataError where each of several tokens that the model wrote has the log-probability 0."""
+    sure = [drawn.logprobs[drawn.written] == 0 for drawn in completions if drawn.logprobs is not None]
+    if sum(map(len, sure)) > 1 and bool(torch.cat(sure).all()):
+        raise DataError(
+            "rollout_func gave each token the logprob 0, as if it had been certain, so the importance correction would weight the loss by almost "
+            "nothing; give the log-probabilities that the tokens were drawn with, or None for logprobs where they are unknown."
+        )
 
 
 def _numbers(logprobs: Any, i: int) -> torch.Tensor:

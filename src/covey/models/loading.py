@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from covey.adapters import adapter_options, base_of, has_adapter, with_saved_adapter
+from covey.data.tokenizer import expect_words
 from covey.errors import ConfigError, CoveyError, ModelError, did_you_mean
 from covey.files.bounded import read_json
 from covey.files.hub import bounded_hub, hub_options
@@ -212,10 +213,14 @@ def load_tokenizer(
     refuse_missing(str(where), "model folder")
     try:
         with bounded_hub(where):
-            return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, **hub_options(init_kwargs))
+            tokenizer = AutoTokenizer.from_pretrained(
+                where, trust_remote_code=trust_remote_code, **hub_options(init_kwargs)
+            )
     except Exception as error:  # tokenizers raises Exception itself
         hint = "tokenizer.json and tokenizer_config.json must lie beside the model, or pass processing_class="
         raise ModelError(f"No tokenizer could be loaded from {str(where)!r} ({hint}): {first_line(error)}") from error
+    expect_words(tokenizer)
+    return tokenizer
 
 
 @contextmanager
