@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from launches import Launches, built
 from peft import LoraConfig, get_peft_model
 
-from covey.kernels import HalfWeights, add_adapters_inside_products, fuse, half_weights
+from covey.kernels import HalfWeights, LogitKernels, add_adapters_inside_products, fuse, half_weights
 from covey.kernels import compile as compiled
 from covey.kernels.flex_attention import SharedPromptAttention
 from covey.learner import Policy
+from covey.learner.lm_head import LinearLogProbability, LogitTransform
 from covey.learner.packing import rows_of
 from covey.learner.preparation import checkpoint_activations, short_pass
+from covey.learner.vocabulary_blocks import by_vocabulary
 from covey.learner.worst_case import groups_of
 from covey.models import expert_weights
 from kit import forgotten, rest_nightly, tiny_model
@@ -202,6 +204,22 @@ def test_an_adapters_products_are_added_inside_of_those_of_its_layer():
     assert inside["mul.Tensor"] == peft["mul.Tensor"] - (7 + 6 + 7), "recomputation ends before the last layer's scale"
     assert inside["add.Tensor"] == peft["add.Tensor"] - (7 + 7 + 7)
     assert sum(inside.values()) < 0.8 * sum(peft.values())
+
+
+def test_a_part_of_the_logits_takes_two_launches_forward_and_six_backward():
+    """Product and statistics of some tokens; product, columns of the targets, gradient, two products and a sum of some words."""
+    counts = []
+    for chunk in (10, 20):  # eight and four parts of 80 tokens, ten and five of 1,280 words
+        live = Launches()
+        hidden, head = (torch.randn(count, 8).bfloat16().requires_grad_() for count in (80, 1280))
+        shape = LogitTransform(1.0, None, 1.0, chunk, by_vocabulary=by_vocabulary, kernels=LogitKernels(live.compiled))
+        with live:
+            logp, _ = LinearLogProbability.apply(hidden, head, None, torch.arange(80), shape, True)
+            forward = live.total
+            logp.sum().backward()
+        counts.append((forward, live.total - forward))
+    (many, many_back), (few, few_back) = counts
+    assert (many - few, many_back - few_back) == (4 * 2, 5 * 6)
 
 
 @pytest.mark.parametrize("arch", rest_nightly(["qwen2", "gpt_oss", "mixtral"], ["gpt_oss"]))

@@ -100,14 +100,12 @@ class LogitKernels:
         product: Tensor,
         place: Tensor,
         saved: tuple[Tensor, Tensor],
-        of: tuple[Tensor, Tensor | None],
+        of: tuple[Tensor, Tensor],
         shape: Shape,
     ) -> Tensor:
-        """As the formula; `saved` are normalizer and entropy, `of` the gradients of log-probability and entropy: none is 0, in one kernel."""
-        of_logp, of_entropy = of
-        of_entropy = torch.zeros_like(of_logp) if of_entropy is None else of_entropy
+        """As the formula; `saved` are normalizer and entropy, `of` the gradients of log-probability and entropy."""
         saved = saved[0].detach(), saved[1].detach()  # an output of an autograd function is another form
-        tensors = product, place, *saved, of_logp, of_entropy
+        tensors = product, place, *saved, *of
         result: Tensor = self._compile(slopes)(*_of_any_size(*tensors), shape)
         return result
 

@@ -194,26 +194,12 @@ class LinearLogProbability(torch.autograd.Function):
         shape: LogitTransform,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        logp, normalizer, entropy = (hidden.new_zeros(hidden.shape[0], dtype=wide) for _ in range(3))
         space = Workspace(min(shape.chunk, hidden.shape[0]), hidden, weight, bias)
+        pieces = []
         for start in range(0, hidden.shape[0], shape.chunk):
             part = slice(start, start + shape.chunk)
-            rows = hidden[part]
-            if shape.kernels is not None:
-                stats = shape.kernels.statistics(space.narrow_product(rows), targets[part], shape.constants)
-                logp[part], normalizer[part] = stats[:2]
-                if with_entropy:
-                    entropy[part] = stats[2]
-                continue
-            logits, weights = shape.logits_(space.product(rows)), space.other[: rows.shape[0]]
-            top = logits.amax(-1, keepdim=True)
-            total = torch.sub(logits, top, out=weights).exp_().sum(-1)
-            normalizer[part] = total.log() + top.squeeze(-1)
-            logp[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normalizer[part]
-            if with_entropy:  # 0 * -inf, a token of probability 0, counts as 0
-                entropy[part] = normalizer[part] - weights.mul_(logits).nansum(-1) / total
-            del logits  # freed before the next chunk's logits
+            pieces.append(_statistics(space, hidden[part], targets[part], shape, with_entropy))
+        logp, normalizer, entropy = map(torch.cat, zip(*pieces, strict=True))  # copies would be a launch each
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.shape, ctx.with_entropy = shape, with_entropy
         ctx.set_materialize_grads(False)
@@ -251,6 +237,22 @@ class LinearLogProbability(torch.autograd.Function):
         weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
         bias_gradient = None if bias_gradient is None else bias_gradient.to(bias.dtype)
         return hidden_gradient, weight_gradient, bias_gradient, None, None, None
+
+
+def _statistics(
+    space: Workspace, rows: Tensor, targets: Tensor, shape: LogitTransform, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of `targets`, log of the normalizer and entropy, zeros without, of a chunk of hidden states: each [m]."""
+    if shape.kernels is not None:
+        logp, normalizer, entropy = shape.kernels.statistics(space.narrow_product(rows), targets, shape.constants)
+        return logp, normalizer, entropy if with_entropy else torch.zeros_like(entropy)
+    logits, weights = shape.logits_(space.product(rows)), space.other[: rows.shape[0]]
+    top = logits.amax(-1, keepdim=True)
+    total = torch.sub(logits, top, out=weights).exp_().sum(-1)
+    normalizer = total.log() + top.squeeze(-1)
+    logp = logits.gather(-1, targets[:, None]).squeeze(-1) - normalizer
+    expected = weights.mul_(logits).nansum(-1) / total if with_entropy else normalizer  # 0 * -inf counts as 0
+    return logp, normalizer, normalizer - expected
 
 
 def _slopes(of_logp: Tensor | None, of_entropy: Tensor | None, part: slice) -> tuple[Tensor | None, Tensor | None]:

@@ -29,12 +29,15 @@ def by_vocabulary(
     of_weight = torch.empty_like(weight) if wants[1] else None
     of_bias = torch.empty_like(bias) if wants[2] and bias is not None else None
     size = block_of(shape.chunk, tokens, vocabulary)
+    of_logp, of_entropy = slopes
+    if shape.kernels is not None and of_logp is not None and of_entropy is None:
+        of_entropy = torch.zeros_like(of_logp)  # none is 0, in one kernel
     for start in range(0, vocabulary, size):
         part = slice(start, min(start + size, vocabulary))
         rows = weight[part]
         product = hidden @ rows.t() if bias is None else torch.addmm(bias[part], hidden, rows.t())
-        if shape.kernels is not None and slopes[0] is not None:
-            of = slopes[0], slopes[1]
+        if shape.kernels is not None and of_logp is not None and of_entropy is not None:
+            of = of_logp, of_entropy
             narrow = shape.kernels.slopes(product, targets - start, (normalizer, entropy), of, shape.constants)
         else:
             logits = shape.logits_(product.to(wide))
