@@ -42,7 +42,8 @@ def both(
     )
     scale, softcap, sinks = width**-0.5, options.pop("softcap", None), options.get("sinks")
     if sinks is not None:
-        options["sinks"] = sinks = torch.randn(heads * repeats) * sinks
+        sinks = torch.randn(heads * repeats) * sinks
+        options["sinks"] = sinks.to(device)
     there = lambda x: x.to(device)
     spans = kernels.Spans(**{name: there(table) for name, table in vars(spans).items()})
     key, value = own[:, :rows, :, step_column].clone()
