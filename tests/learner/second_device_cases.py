@@ -37,10 +37,11 @@ LEARNERS = {
     "a critic": {"algorithm": alg.ppo()},
     "top entropy": {"algorithm": alg.dapo().replace(weights=(alg.TopEntropy(0.3),))},
     "GSPO": {"algorithm": alg.gspo()},
+    "layers with states": {"arch": "lfm2"},
 }
 STATES = ("recurrent_gemma", "qwen3_5_text", "falcon_h1", "lfm2", "mamba", "zamba2")
 """Models of layers with states, without experts: those count in a type that a CPU has no histogram of."""
-KINDS = ("padded rows", "weights in bfloat16", "recomputed", "several micro-batches", "a critic")
+KINDS = ("padded rows", "layers with states", "weights in bfloat16", "recomputed", "several micro-batches", "a critic")
 
 
 def learned(
@@ -48,7 +49,7 @@ def learned(
 ):
     """Weights after a step, its numbers, and what waited in annotate, in the micro-batches and after them."""
     algorithm = algorithm or alg.dapo()
-    model = tiny_model(arch, layers=2, dtype=dtype).train()
+    model = (build(arch) if arch in STATES else tiny_model(arch, layers=2)).to(dtype).train()
     if attention:
         model.config._attn_implementation = attention
     if is_second:

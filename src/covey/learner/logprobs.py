@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from covey.kernels import LogitKernels, Recomputing, WeightMatmul
 from covey.learner.lm_head import LinearLogProbability, LogitTransform, chunk_for
 from covey.learner.vocabulary_blocks import by_vocabulary
+from covey.process.device import onto
 
 R = TypeVar("R")
 NEVER = -1e4
@@ -48,7 +49,7 @@ class Head:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         if not self.banned:
             return logits
-        return logits.index_fill(-1, torch.tensor(self.banned, device=logits.device), NEVER)
+        return logits.index_fill(-1, onto(logits.device, torch.tensor(self.banned)), NEVER)
 
     def _product_in_float32(self, hidden: Tensor) -> Tensor:
         assert isinstance(self.project, nn.Module)
@@ -146,7 +147,7 @@ def _fused(
     bias: Tensor | None = linear.bias
     if head.banned:
         bias = weight.new_zeros(weight.shape[0]) if bias is None else bias
-        bias = bias.index_fill(0, torch.tensor(head.banned, device=bias.device), NEVER / head.multiply)
+        bias = bias.index_fill(0, onto(bias.device, torch.tensor(head.banned)), NEVER / head.multiply)
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     rest = count % shape.chunk
     extra = min(WeightMatmul.padded_rows(rest, hidden.device), shape.chunk) - rest

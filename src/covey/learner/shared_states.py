@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from covey.errors import RAW_ERRORS
 from covey.kernels import Layout
+from covey.process.device import onto
 
 Way = Literal["states", "rows"]
 """Completions from their prompts' states, or each with its prompt before it."""
@@ -99,7 +100,7 @@ class Unpacked:
     def prompts(self) -> list[Tensor]:
         """[P_l, l] places of the prompts of each length l."""
         return [
-            torch.tensor(firsts, device=self.device)[:, None] + torch.arange(length, device=self.device)
+            onto(self.device, torch.tensor(firsts))[:, None] + torch.arange(length, device=self.device)
             for length, firsts in self._starts.items()
         ]
 
@@ -108,7 +109,7 @@ class Unpacked:
         """[N] the prompt of each completion that has tokens, among those of `prompts` in order."""
         slot = {start: i for i, start in enumerate(start for firsts in self._starts.values() for start in firsts)}
         slots = [slot[layout.start] for layout in self.layouts for count in layout.counts if count]
-        return torch.tensor(slots, device=self.device)
+        return onto(self.device, torch.tensor(slots, dtype=torch.long))
 
     @functools.cached_property
     def runs(self) -> list[tuple[int, int, Layout]]:
@@ -137,7 +138,7 @@ class Unpacked:
     def _padded(self, places: Sequence[Sequence[int]], least: int) -> Tensor:
         width = max(least, *map(len, places)) if places else least
         padded = [[*row, *[row[-1]] * (width - len(row))] for row in places]
-        return torch.tensor(padded, dtype=torch.long, device=self.device).view(len(places), width)
+        return onto(self.device, torch.tensor(padded, dtype=torch.long).view(len(places), width))
 
     def batches(self, way: Way) -> list[Tensor]:
         """[B, L] places of the tokens of each forward pass of a layer."""

@@ -16,6 +16,7 @@ from covey.learner.reference import AdapterCopy, FrozenCopy
 from covey.learner.shared_prompt import SharedRows
 from covey.learner.signals import Other, Share, Signal, hidden_of
 from covey.learner.text_alignment import Aligned, TextAlignment, over_policy
+from covey.process.device import onto
 from covey.types import Group, Prompt, ReferenceRule, StepReport
 
 Hints = Callable[[Group], Sequence[str | None]]
@@ -143,7 +144,7 @@ class Teacher:
         chunk, temperature = self.policy.logits_chunk, self.policy.temperature
         targets = packed.target[places]
         _, entropy = score_tokens(hidden, targets, head, temperature=temperature, entropy=True, chunk=chunk)
-        has_hint = torch.tensor([*(row.hint is not None for row in rows), False], device=hidden.device)
+        has_hint = onto(hidden.device, torch.tensor([*(row.hint is not None for row in rows), False]))
         return (-self.entropy_sensitivity * entropy).exp() * has_hint[packed.place[places] // packed.shape[1]]
 
     def _with_hint(self, row: Row) -> Row:
@@ -198,7 +199,7 @@ def _aligned(
 ) -> tuple[Tensor, Tensor]:
     """`hidden` [m, D] of the chosen rows in the order of `packed`, and their positions [m] there."""
     device, width = hidden.device, packed.shape[1]
-    rows = torch.arange(packed.shape[0], device=device) if chosen is None else torch.tensor(chosen, device=device)
+    rows = torch.arange(packed.shape[0], device=device) if chosen is None else onto(device, torch.tensor(chosen))
     flat = rows[mine.place // mine.shape[1]] * width + mine.place % mine.shape[1]
     index = torch.full((packed.shape[0] * width + 1,), -1, dtype=torch.long, device=device)  # the last: of no token
     index[flat] = torch.arange(len(flat), device=device)
@@ -228,7 +229,7 @@ class Speaking(Protocol):
 def signal_of(teacher: Speaking, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Signal:
     """The signal of a teacher that is alone."""
     share, informed = teacher.speak(packed, rows, None, 1.0)
-    return Signal((share,), torch.tensor(informed, device=packed.place.device))
+    return Signal((share,), onto(packed.place.device, torch.tensor(informed)))
 
 
 @dataclass(frozen=True, eq=False)
