@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -203,7 +204,7 @@ def tests_and_demo(session: Session) -> str:
         "8",
         "--timeout",
         "90",
-        "-q",
+        "-vv",
         "-p",
         "no:cacheprovider",
     ]
@@ -300,7 +301,9 @@ PARTS: dict[str, Callable[[Session], str]] = {
 
 
 def failures(lines: Sequence[str]) -> list[str]:
-    return [line[:180] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    """Failed tests, each once: pytest names them as they end, which a run that is cut has done too, and at the end with the error."""
+    named = [match[1] for match in map(re.compile(r"(?:^|\] )((?:FAILED|ERROR) .*)").search, lines) if match]
+    return list({line.split(" - ")[0].strip(): line.strip()[:180] for line in named}.values())
 
 
 def tail(lines: Sequence[str]) -> str:
