@@ -16,7 +16,10 @@ import second_device
 from covey import algorithms as alg
 from covey.evaluation.assessment import assess
 from covey.learner import FrozenCopy, Policy, ValueHead
+from covey.learner.expert_choices import Balance, repeats_in
+from covey.learner.packing import rows_of
 from covey.learner.preparation import checkpoint_activations
+from covey.learner.shared_prompt import share_rows
 from covey.rewards import Scorer
 from covey.rewards.builtin.reward_model import ModelReward
 from covey.rollout import NativeSampler, SamplingParams
@@ -163,6 +166,16 @@ def moved_reference(is_second, alpha):
     return torch.cat([weight.cpu().flatten() for weight in reference.weights().values()]), waits
 
 
+def balanced():
+    """What waits while the tokens of experts are counted, and their loss is computed by the loads of a step."""
+    packed = share_rows(rows_of(groups()), torch.device("second"))
+    loads = torch.ones(3, device="second")
+    WAITS.clear()
+    repeats_in(packed)
+    Balance(loads, loads[:2]).loss(torch.ones(3, dtype=torch.float64))
+    return dict(WAITS)
+
+
 def without_float64(cpu):
     """A learner's step and a rollout on a device that has no float64, beside what a CPU decoded; what is wrong with it."""
     second_device.FLOAT64["refused"] = True
@@ -225,6 +238,7 @@ def main():
         cpu, second = (drawn_as(on, dtype="float32", environment=answering) for on in (False, True))
         found["tools"] = {"same": cpu[0] == second[0], "logprobs": float((cpu[1] - second[1]).abs().max())}
         found["assessed"] = [assessed(False), assessed(True)]
+        found["balanced"] = balanced()
         found["scored"] = [scored(False), scored(True)]
         for alpha in (0.25, 1.0):
             (kept, _), (own, waits) = (moved_reference(on, alpha) for on in (False, True))

@@ -32,7 +32,7 @@ TRIED_ONCE = {
     "windows.py:attention_windows _local_scalar_dense",
 }
 """A model is tried on its first use."""
-NOTES = {"learner.py:_notes to the CPU", "learner.py:<listcomp> to the CPU"}
+NOTES = {"learner.py:_notes to the CPU", "learner.py:<dictcomp> to the CPU"}
 """What is measured at the rollout goes to the host, once a micro-batch."""
 DECODE = {
     "graph_scheduler.py:_step _local_scalar_dense",  # has a row ended? where a group reaches its limit
@@ -65,6 +65,7 @@ ROWS_CHANGE = {
 """Prompts are prefilled, rows begin and end."""
 STOP_STRINGS = {
     "scheduler.py:_written to the CPU",
+    "stopping.py:of to the device",
     "stopping.py:completed to the CPU",
     "stopping.py:completed nonzero",
 }
@@ -120,6 +121,10 @@ def test_forward_and_backward_passes_of_a_step_wait_for_nothing(found):
     """Token ids and places of the next micro-batch are copied while the device computes."""
     for name, case in found["learner"].items():
         assert set(case["waits"]["micro-batches"]) <= TRANSFORMERS, name
+
+
+def test_experts_are_counted_without_waiting(found):
+    assert found["balanced"] == {}
 
 
 def test_what_is_measured_at_the_rollout_goes_to_the_host_once_a_micro_batch(found):

@@ -15,6 +15,7 @@ from covey.learner.micro_batches import MicroBatcher
 from covey.learner.packing import PaddedRows, Row, filler
 from covey.learner.shared_prompt import SharedRows
 from covey.models import accepts, decoder_of, evaluating, unwrapped
+from covey.process.device import onto
 from covey.process.world import World
 
 
@@ -66,7 +67,7 @@ class Routing:
         (routers,) = self._routers or self.find(policy)
         if routers is not None:
             choices = choices_of(rows, packed.spans, packed.input_ids.numel()) if policy.replays_experts else None
-            self._replayed = None if choices is None else choices.to(policy.device)
+            self._replayed = None if choices is None else onto(policy.device, choices)
             routers.switch(self._replayed)
 
     def metrics(self, packed: PaddedRows | SharedRows) -> Mapping[str, Tensor]:
@@ -111,7 +112,7 @@ def repeats_in(packed: PaddedRows | SharedRows) -> Tensor:
     for layout in packed.layouts:
         counts[layout.prompt] = len(layout.counts)
         counts[layout.answers] = 1
-    return counts.to(packed.input_ids.device)
+    return onto(packed.input_ids.device, counts)
 
 
 def choices_of(rows: Sequence[Row], spans: Sequence[tuple[int, int, int]], total: int) -> Tensor | None:
@@ -173,7 +174,7 @@ class Balance:
 
     def loss(self, whole: Tensor | None = None) -> Tensor:
         """The loss of these tokens; with the loads of a `whole` step, their part in the loss of the step."""
-        loads = self.loads if whole is None else whole.to(self.loads)
+        loads = self.loads if whole is None else onto(self.loads.device, whole.to(self.loads.dtype))
         return len(self.probability) * (loads[:-1] / loads[-1] * self.probability / loads[-1]).sum()
 
 
