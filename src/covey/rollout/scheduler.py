@@ -255,7 +255,7 @@ class Scheduler:
 
     def _written(self, row: int) -> Tensor:
         """[T] tokens that the model has written in the row since the last reply, or since its begin."""
-        output_row, count = self.rows[[OUTPUT_ROW, WRITTEN], row].tolist()
+        count, _, output_row = self.rows[WRITTEN : OUTPUT_ROW + 1, row].tolist()
         read = [] if self.replies is None else (self.replies[output_row, :count] >= 0).nonzero().flatten().tolist()
         return self.tokens[output_row, read[-1] + 1 if read else 0 : count]
 

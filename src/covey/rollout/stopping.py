@@ -37,7 +37,7 @@ class StopStrings:
         decoders strip from one token alone or put between two."""
         last = {text[-1] for text in stop}
         if not stop:
-            enders = torch.zeros(vocab_size, dtype=torch.bool)
+            enders = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         elif any(character == " " or ord(character) > 127 for character in last):
             enders = torch.ones(vocab_size, dtype=torch.bool)
         else:
