@@ -51,10 +51,10 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         return super().__new__(cls)
 
     def to_dict(self) -> dict[str, Any]:
-        """Options by name; transformers would ask accelerate's object for its `parallelism_config`."""
+        """Options by name; transformers would ask accelerate's object for its `parallelism_config`, and mask a token that is unset."""
         held, self.parallelism_config = self.parallelism_config, None
         try:
-            return {**super().to_dict(), "parallelism_config": held}
+            return {**super().to_dict(), "parallelism_config": held} | ({} if self.hub_token else {"hub_token": None})
         finally:
             self.parallelism_config = held
 
