@@ -144,8 +144,9 @@ bench: $(DEV) $(PEER)/.installed   ## small versions of the speed and memory ben
 	$(BIN)/python benchmarks/step.py --race --precision fp32 --peer $(PEER)/bin/python
 	$(BIN)/python benchmarks/algorithms.py --seeds 1 --presets grpo dapo dr_grpo ppo
 
-record-trl: $(PEER)/.installed   ## TRL's answers to the probes of tests/trl_contract, into recorded.json
+record-trl: $(PEER)/.installed   ## TRL's answers to the probes of tests/trl_contract, into recorded.json; its steps, into trl_steps.json
 	HF_HUB_OFFLINE=1 $(PEER)/bin/python tests/trl_contract/record.py
+	HF_HUB_OFFLINE=1 $(PEER)/bin/python tests/parity/whole_steps.py
 
 soak: $(DEV)           ## every known fault against tiny real runs for an hour; MINUTES=10 for less
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(or $(MINUTES),60)
