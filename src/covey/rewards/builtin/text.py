@@ -184,8 +184,10 @@ class Repetition:
         return (1 - len(set(grams)) / len(grams)) * self.max_penalty
 
 
-get_soft_overlong_punishment, get_repetition_penalty_reward = SoftOverlong, Repetition
-"""TRL's names for these."""
+get_soft_overlong_punishment = SoftOverlong
+"""TRL's name for `SoftOverlong`."""
+get_repetition_penalty_reward = Repetition
+"""TRL's name for `Repetition`."""
 
 
 def clean(text: str) -> str:
