@@ -15,6 +15,7 @@ from covey.algorithms.samples import made_tokens
 from covey.environments.branches import share_advantages
 from covey.errors import ConfigError
 from covey.learner import Policy
+from covey.learner.packing import rows_of
 from covey.training.credit import with_advantages
 from covey.types import EpisodeNotes, Group, Scores, Totals
 from kit import completion, learner_of, prompt, tiny_model
@@ -280,6 +281,16 @@ def test_a_branch_is_trained_with_the_advantage_of_its_episode(preset):
         return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
     assert (weights_after(range(4)) - weights_after(range(3))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("preset", [alg.tpo, alg.real])
+def test_a_branch_of_an_episode_that_lost_its_judge_is_in_no_sum(preset):
+    branch = replace(completion(ids=[60, 61]), episode=EpisodeNotes(shares=2))
+    drawn = [completion(ids=ids) for ids in ([40, 41, 42, 43], [50, 51, 52], [70, 71])] + [branch]
+    drawn = tuple(replace(each, old_logp=torch.full((each.num_tokens,), -5.9)) for each in drawn)
+    group = Group(prompt=prompt(), completions=drawn, rewards=torch.tensor([[1.0], [0.0], [NAN], [NAN]]))
+    (judged,) = with_advantages([group], preset().replace(advantage=alg.GroupNormalized("none")), torch.ones(1))
+    assert [row.is_scored for row in rows_of([share_advantages(judged)])] == [True, True, False, False]
 
 
 def labels_loss(tokens, tau):

@@ -65,7 +65,8 @@ def with_branches(group: Group) -> Group:
 
 
 def share_advantages(group: Group) -> Group:
-    """The group with its episodes' advantages [G] or [G, T] for their branches: the mean over the model's tokens if they are per token."""
+    """The group with its episodes' totals [G] for their branches, and their advantages [G] or [G, T]: the mean over the model's tokens if
+    they are per token."""
     advantages = group.advantages
     sources = [None if completion.episode is None else completion.episode.shares for completion in group.completions]
     pairs = [(i, source) for i, source in enumerate(sources) if source is not None]
@@ -74,7 +75,10 @@ def share_advantages(group: Group) -> Group:
     shared = advantages.clone()
     for i, source in pairs:
         shared[i] = _branch_advantage(advantages[source], group.completions[source], group.completions[i])
-    return replace(group, advantages=shared)
+    totals = None if group.totals is None else group.totals.clone()
+    if totals is not None:
+        totals[[i for i, _ in pairs]] = totals[[source for _, source in pairs]]
+    return replace(group, advantages=shared, totals=totals)
 
 
 def _branch_advantage(advantage: Tensor, episode: Completion, branch: Completion) -> Tensor:

@@ -81,7 +81,6 @@ def rows_of(
             if mask_truncated and completion.is_truncated:
                 counts, observed = torch.zeros_like(counts), None
             advantage = group.advantages[g]
-            is_branch = completion.episode is not None and completion.episode.shares is not None
             returns = None if group.returns is None else group.returns[g][: completion.num_tokens]
             rows.append(
                 Row(
@@ -94,7 +93,7 @@ def rows_of(
                     observed=observed,
                     index=len(rows),
                     hint=None if feedback is None else feedback[g],
-                    is_scored=is_branch or group.totals is None or not bool(group.totals[g].isnan()),
+                    is_scored=group.totals is None or not bool(group.totals[g].isnan()),
                 )
             )
     return rows
