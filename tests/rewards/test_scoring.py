@@ -323,10 +323,17 @@ def test_a_completion_that_lost_its_judge_is_not_compared_by_what_is_left_of_its
     scored = scorer.score([group(["a", "lost", "b"]), group(["lost", "lost"]), group(["c", "d"])])
     assert not any(has_signal(each, scorer.weights) for each in scored)
     assert [each.has_lost for each in scored] == [True, True, False]
-    assert [mean_score(each, scorer.weights) for each in scored] == [1.0, 0.5, 1.0]
+    assert [mean_score(each, scorer.weights) for each in scored] == [1.0, 1.0, 1.0]
     (logged,) = Scorer([judge, style], weights=[0.0, 1.0]).score([group(["a", "lost"])])
     assert column([logged], 1) == [1.0, 1.0]
     assert not logged.has_lost
+
+
+def test_full_marks_are_those_of_the_rewards_that_apply():
+    mixed = group(["a", "b"], rewards=[[1.0, math.nan], [math.nan, 0.5]])  # such as math, and code
+    assert mean_score(mixed, [1.0, 2.0]) == 0.75
+    assert mean_score(mixed, [1.0, -2.0]) == 1.0
+    assert mean_score(group(["a"], rewards=[[math.nan, math.nan]]), [1.0, 2.0]) == 0.0
 
 
 def test_a_completion_whose_sampler_failed_is_not_scored():

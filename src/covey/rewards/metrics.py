@@ -68,11 +68,12 @@ def has_signal(group: Group, weights: Tensor | Sequence[float]) -> bool:
 
 
 def mean_score(group: Group, weights: Tensor | Sequence[float]) -> float:
-    """Mean weighted sum of a scored group over the sum of the positive weights, within 0 and 1; 0 where nothing was scored."""
+    """Mean over a scored group of the weighted sum over the positive weights of the rewards that scored, within 0 and 1; 0 without any."""
     weights = torch.as_tensor(weights, dtype=torch.float32)
-    totals = _scored_totals(group.rewards if group.rewards is not None else torch.empty(0, len(weights)), weights)
-    full_marks = float(weights.clamp(min=0).sum())
-    return min(max(float(totals.mean()) / full_marks, 0.0), 1.0) if totals.numel() and full_marks else 0.0
+    rewards = group.rewards if group.rewards is not None else torch.empty(0, len(weights))
+    full_marks = (weights.clamp(min=0) * ~rewards.isnan()).sum(-1)  # [G]
+    shares = (weighted_total(rewards, weights) / full_marks)[full_marks > 0]
+    return min(max(float(shares.mean()), 0.0), 1.0) if shares.numel() else 0.0
 
 
 def _scored_totals(rewards: Tensor, weights: Tensor) -> Tensor:
