@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from covey.types import Completion, EpisodeNotes, Group, Max, Mean, Message, Metric, Position, Stages, ToolCall
+from covey.types.episodes import UNSCORED
 
 
 def episode_stages() -> Stages:
@@ -65,8 +66,7 @@ def with_branches(group: Group) -> Group:
 
 
 def share_advantages(group: Group) -> Group:
-    """The group with its episodes' totals [G] for their branches, and their advantages [G] or [G, T]: the mean over the model's tokens if
-    they are per token."""
+    """The group with its episodes' advantages [G] or [G, T] for their branches: the mean over the model's tokens if they are per token."""
     advantages = group.advantages
     sources = [None if completion.episode is None else completion.episode.shares for completion in group.completions]
     pairs = [(i, source) for i, source in enumerate(sources) if source is not None]
@@ -75,10 +75,10 @@ def share_advantages(group: Group) -> Group:
     shared = advantages.clone()
     for i, source in pairs:
         shared[i] = _branch_advantage(advantages[source], group.completions[source], group.completions[i])
-    totals = None if group.totals is None else group.totals.clone()
-    if totals is not None:
-        totals[[i for i, _ in pairs]] = totals[[source for _, source in pairs]]
-    return replace(group, advantages=shared, totals=totals)
+    lost = set[int]() if group.totals is None else {i for i, source in pairs if bool(group.totals[source].isnan())}
+    unscored = lambda branch: replace(branch, episode=replace(branch.episode, shares=UNSCORED))
+    completions = tuple(unscored(each) if i in lost else each for i, each in enumerate(group.completions))
+    return replace(group, advantages=shared, completions=completions)
 
 
 def _branch_advantage(advantage: Tensor, episode: Completion, branch: Completion) -> Tensor:

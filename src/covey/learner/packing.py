@@ -12,6 +12,7 @@ from covey.algorithms.composing import is_apart
 from covey.models.modalities import Placed, placed_rows
 from covey.process.device import onto
 from covey.types import Completion, Group, Prompt
+from covey.types.episodes import UNSCORED
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +82,7 @@ def rows_of(
             if mask_truncated and completion.is_truncated:
                 counts, observed = torch.zeros_like(counts), None
             advantage = group.advantages[g]
+            is_branch = completion.episode is not None and completion.episode.shares not in (None, UNSCORED)
             returns = None if group.returns is None else group.returns[g][: completion.num_tokens]
             rows.append(
                 Row(
@@ -93,7 +95,7 @@ def rows_of(
                     observed=observed,
                     index=len(rows),
                     hint=None if feedback is None else feedback[g],
-                    is_scored=group.totals is None or not bool(group.totals[g].isnan()),
+                    is_scored=is_branch or group.totals is None or not bool(group.totals[g].isnan()),
                 )
             )
     return rows

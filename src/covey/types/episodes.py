@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+UNSCORED = -1
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpisodeNotes:
@@ -20,7 +22,8 @@ class EpisodeNotes:
     role: str | None = None
     """Role that the model played, such as a player of a game. None: the environment names none."""
     shares: int | None = None
-    """Index in the group of the completion whose advantage this one gets, without a score of its own. None: it has its own."""
+    """Index in the group of the completion whose advantage this one gets, without a score of its own. None: it has its own; `UNSCORED`:
+    nobody scored that completion."""
 
 
 @dataclass(frozen=True, kw_only=True)
