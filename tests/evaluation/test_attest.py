@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from covey.cli import main
 from covey.evaluation.scored_tokens import FORMS
+from covey.models import take_factors
 from kit import http_server, rest_nightly, tiny_model, tiny_tokenizer
 
 OTHER_WEIGHTS = 73
@@ -44,7 +46,9 @@ def nudged(model: Any, by: float, seed: int = 1) -> Any:
 
 
 @contextmanager
-def serving(model: Any, form: str = "echo", models: tuple[str, ...] = ("policy",)) -> Iterator[str]:
+def serving(
+    model: Any, form: str = "echo", models: tuple[str, ...] = ("policy",), length: int | None = None
+) -> Iterator[str]:
     """A server that computes with `model` and takes requests of one form only."""
     tokenizer = tiny_tokenizer()
     named = [tokenizer.decode([token]) for token in range(len(tokenizer))]
@@ -84,7 +88,7 @@ def serving(model: Any, form: str = "echo", models: tuple[str, ...] = ("policy",
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.reply(200, {"data": [{"id": name} for name in models]})
+            self.reply(200, {"data": [{"id": name, "max_model_len": length} for name in models]})
 
         def do_POST(self) -> None:
             content = self.rfile.read(int(self.headers["Content-Length"]))
@@ -206,6 +210,28 @@ def test_no_honest_server_is_refused(seed, dtype, tmp_path, capsys):
     with serving(base(seed).to(getattr(torch, dtype))) as url:
         code, result = attested(capsys, url, "--model", folder, "--dtype", dtype)
     assert (code, result["verdict"]) == (0, "attested")
+
+
+@pytest.mark.parametrize(("length", "factors"), [(128, "short"), (512, "long")])
+def test_a_model_with_two_rope_sets_is_compared_by_that_of_the_servers_length(length, factors, tmp_path, capsys):
+    """vLLM takes the long set for every row where its context is longer than the first set's."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}
+    config = Phi3Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=len(tiny_tokenizer()), max_position_embeddings=512, original_max_position_embeddings=128, pad_token_id=0,
+        rope_parameters={**rope, "partial_rotary_factor": 1.0, "factor": 4.0}, bos_token_id=None, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    served = Phi3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, weight in served.named_parameters():
+            weight.mul_(8.0 if "proj" in name else 1.0)
+    folder = saved(served, tmp_path / "model")
+    take_factors(served, factors)
+    with serving(served, length=length) as url:
+        assert attested(capsys, url, "--model", folder)[0] == 0
+    with serving(served, length=640 - length) as url:  # the other set
+        assert attested(capsys, url, "--model", folder)[0] == OTHER_WEIGHTS
 
 
 def test_a_server_without_log_probabilities_says_so_in_one_sentence(tmp_path, capsys):
