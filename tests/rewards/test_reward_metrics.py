@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from covey.errors import RewardError
 from covey.rewards import Scorer, reward, reward_metrics
+from covey.training.credit import completion_metrics
 from covey.types import Mean, merge_metrics
-from kit import group
+from kit import completion, group
 
 NAN = math.nan
 
@@ -108,3 +110,13 @@ def test_the_scorer_knows_declared_scales_and_forgets_what_it_saw_once_another_s
 def test_what_is_no_scale_is_refused(scale):
     with pytest.raises(RewardError, match="is no scale"):
         reward(scale=scale)
+
+
+def test_lengths_are_those_of_completions_that_came():
+    came = [completion(ids=[1, 2, 3]), completion(ids=[1], finish="length")]
+    lost = replace(group([]), completions=(completion("", finish="error"),))
+    measured = lambda groups: {name: metric.value for name, metric in completion_metrics(groups).items()}
+    both = replace(group([]), completions=tuple(came))
+    assert measured([both, lost]) == measured([both])
+    assert measured([both])["completions/min_length"] == 1.0
+    assert all(math.isnan(value) for value in measured([lost]).values())

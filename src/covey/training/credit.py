@@ -62,14 +62,16 @@ def reward_kl(groups: Sequence[Group], algorithm: Algorithm) -> Tensor | None:
 
 def completion_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
     """Lengths of completions in generated tokens, under TRL's names. Terminated: ended by itself, not by the length limit."""
-    lengths = torch.tensor([float(c.written.sum()) for group in groups for c in group.completions])
-    truncated = torch.tensor([c.is_truncated for group in groups for c in group.completions])
+    drawn = [c for group in groups for c in group.completions if c.finish != "error"]  # a lost one has no length
+    lengths = torch.tensor([float(c.written.sum()) for c in drawn])
+    truncated = torch.tensor([c.is_truncated for c in drawn], dtype=torch.bool)
+    bounds = lambda x: (x.min().item(), x.max().item()) if x.numel() else (math.nan, math.nan)
     ended = lengths[~truncated]
-    least, most = (ended.min().item(), ended.max().item()) if ended.numel() else (math.nan, math.nan)
+    (shortest, longest), (least, most) = bounds(lengths), bounds(ended)
     return {
         "completions/mean_length": Mean.of(lengths),
-        "completions/min_length": Min(lengths.min().item()),
-        "completions/max_length": Max(lengths.max().item()),
+        "completions/min_length": Min(shortest),
+        "completions/max_length": Max(longest),
         "completions/clipped_ratio": Mean.of(truncated),
         "completions/mean_terminated_length": Mean.of(lengths, ~truncated),
         "completions/min_terminated_length": Min(least),
