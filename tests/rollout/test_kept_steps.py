@@ -214,3 +214,19 @@ def test_captures_of_shapes_that_never_come_back_are_bounded(monkeypatch):
     for key in range(20):
         steps.run(key, 0, lambda: None)
         assert len(steps.replays) <= 5
+
+
+def test_a_model_on_another_device_has_its_buffers_there(tokenizer, monkeypatch):
+    """The model that a sampler loads may be elsewhere than the one it was made with."""
+    sampler, meta = sampler_of(writer(), tokenizer), torch.device("meta")
+    choose = engine.best_forward
+
+    def moved(*arguments):
+        forward = choose(*arguments)
+        forward.device = meta
+        return forward
+
+    monkeypatch.setattr(engine, "best_forward", moved)
+    monkeypatch.setattr(engine, "verified_kernels", lambda *arguments: None)
+    sampler.load(writer(), 1)
+    assert sampler.static.begin_call(1).buffers.device == meta

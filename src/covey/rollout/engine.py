@@ -115,7 +115,7 @@ class NativeSampler:
                 raise Unsupported(f"{type(unwrapped(model)).__name__} has no experts to choose from")
             self.forward.record_experts()
         device = self.forward.device
-        self.static.restart(captures(self.graphs_option, device))
+        self.static.restart(device, captures(self.graphs_option, device))
         self.attention: Attention = "torch"
         """Decode attention: Triton's kernels or PyTorch's operations."""
         self.is_static = (device.type == "cuda" or self.attention_option == "triton") and not self.forward.is_indexed

@@ -76,12 +76,14 @@ class StaticStates:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.between, self.may_keep = device, MemoryBetweenCalls(device), True
-        self.new_capture: Callable[[], Capture] = lambda: CudaCapture(device)
         release_under_pressure(self)
 
-    def restart(self, captures: bool) -> None:
+    def restart(self, device: torch.device, captures: bool) -> None:
         """Begin with a new model; `captures`: decode steps are captured as CUDA graphs, until that fails."""
+        if device != self.device:
+            self.device, self.between = device, MemoryBetweenCalls(device)
         self.captures = captures
+        self.new_capture: Callable[[], Capture] = lambda: CudaCapture(device)
         self.idle: StaticState | None = None
 
     def begin_call(self, version: int) -> StaticState:
