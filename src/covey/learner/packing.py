@@ -12,7 +12,6 @@ from covey.algorithms.composing import is_apart
 from covey.models.modalities import Placed, placed_rows
 from covey.process.device import onto
 from covey.types import Completion, Group, Prompt
-from covey.types.episodes import UNSCORED
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +81,7 @@ def rows_of(
             if mask_truncated and completion.is_truncated:
                 counts, observed = torch.zeros_like(counts), None
             advantage = group.advantages[g]
-            is_branch = completion.episode is not None and completion.episode.shares not in (None, UNSCORED)
+            is_branch = completion.episode is not None and completion.episode.is_branch
             returns = None if group.returns is None else group.returns[g][: completion.num_tokens]
             rows.append(
                 Row(

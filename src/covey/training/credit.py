@@ -44,8 +44,7 @@ def judged_groups(
             group = groups[place]
             rows = slice(start, start + group.size)
             group_returns = None if returns is None else returns[p, rows]
-            totals = scores.total[p, rows]
-            out[place] = replace(group, advantages=judged[p, rows], totals=totals, returns=group_returns)
+            out[place] = replace(group, advantages=judged[p, rows], totals=scores.total[p, rows], returns=group_returns)
             start += group.size
     return out, algorithm.remembered(scores)
 
@@ -66,8 +65,7 @@ def completion_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
     lengths = torch.tensor([float(c.written.sum()) for c in drawn])
     truncated = torch.tensor([c.is_truncated for c in drawn], dtype=torch.bool)
     bounds = lambda x: (x.min().item(), x.max().item()) if x.numel() else (math.nan, math.nan)
-    ended = lengths[~truncated]
-    (shortest, longest), (least, most) = bounds(lengths), bounds(ended)
+    (shortest, longest), (least, most) = bounds(lengths), bounds(lengths[~truncated])
     return {
         "completions/mean_length": Mean.of(lengths),
         "completions/min_length": Min(shortest),

@@ -25,6 +25,11 @@ class EpisodeNotes:
     """Index in the group of the completion whose advantage this one gets, without a score of its own. None: it has its own; `UNSCORED`:
     nobody scored that completion."""
 
+    @property
+    def is_branch(self) -> bool:
+        """True if this completion gets the advantage of another, which somebody scored."""
+        return self.shares not in (None, UNSCORED)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
