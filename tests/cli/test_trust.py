@@ -99,6 +99,14 @@ def test_code_is_asked_about_before_it_is_imported(again, capsys, option, value,
     assert not Path("marker").exists()
 
 
+def test_the_refusal_names_the_command_that_was_called(again, capsys):
+    assert again("reward", ["trap.py:REWARD"], is_ours=True) == 2
+    assert "--from-run runs/a was not started" in capsys.readouterr().err
+    assert main(["reward", "audit", "runs/a"]) == 2
+    assert "covey reward audit runs/a was not started" in capsys.readouterr().err
+    assert not Path("marker").exists()
+
+
 @pytest.mark.parametrize("value", [{"trust_remote_code": True}, '{"trust_remote_code": true}', {"attn_implementation": "evil/kernel"}, {"code_revision": "x"}, "{"])  # fmt: skip
 def test_code_of_the_hub_in_the_arguments_of_a_model_is_asked_about(again, capsys, value):
     assert again("model_init_kwargs", value, True) == 2

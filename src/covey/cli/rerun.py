@@ -50,8 +50,8 @@ def recorder(overrides: Mapping[str, Any], cli_args: Mapping[str, Any]) -> Any:
     return Recorder()
 
 
-def repeated(args: Args, flags: list[Flag], types: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the run that `from_run` names, overridden by those of the command line.
+def repeated(args: Args, flags: list[Flag], types: Mapping[str, Any], verb: str = "--from-run") -> dict[str, Any]:
+    """The options of the run that `from_run` names, overridden by those of the command line; `verb`: what a refusal names.
 
     Raises RunFolderError where the folder holds no run, ConfigError where its code has changed and the user has not
     agreed to it. A run that a script started stores its options only; `covey train` asks for the missing ones.
@@ -75,7 +75,7 @@ def repeated(args: Args, flags: list[Flag], types: Mapping[str, Any]) -> dict[st
         )
     home = Path(run_json.get("working_folder") or ".")
     recorded = {name: _resolve_path(value, home) if name in _PATHS else value for name, value in recorded.items()}
-    trust.confirm(folder, recorded, run_json, args)
+    trust.confirm(folder, recorded, run_json, args, verb)
     chosen = {name: value for name, value in args.items() if name not in ("from_run", "trust_source")}
     changed = {name: value for name, value in chosen.items() if name not in NEVER and recorded.get(name) != value}
     shown = ", ".join(f"{name} {recorded.get(name)} -> {value}" for name, value in changed.items())

@@ -71,7 +71,8 @@ def _rewards_of(folder: Path, options: dict[str, Any]) -> list[Any]:
     from covey.cli import rerun, train
 
     flags, types = [*other_flags(), *train.flags()], train.flag_types()
-    run_options = rerun.repeated({"from_run": str(folder), "trust_source": options["trust_source"]}, flags, types)
+    chosen = {"from_run": str(folder), "trust_source": options["trust_source"]}
+    run_options = rerun.repeated(chosen, flags, types, verb="covey reward audit")
     rewards = run_options.get("reward")
     if not rewards:
         raise ConfigError(f"run.json of {folder} names no rewards that can be asked again; give them with --reward.")

@@ -31,9 +31,7 @@ _LIVE_OR_INSTALLED = re.compile(r"verifiers|follow:.*:|\.py\b", re.DOTALL)
 """Data out of code: an environment of verifiers, or a live source of the user's own."""
 
 
-def confirm(
-    folder: Path, recorded: Mapping[str, Any], run_json: Mapping[str, Any], args: Args, verb: str = "--from-run"
-) -> None:
+def confirm(folder: Path, recorded: Mapping[str, Any], run_json: Mapping[str, Any], args: Args, verb: str) -> None:
     """Before anything is imported for a recorded run: ask once, at a terminal, where code may not be that of the user's own run.
 
     `recorded` are the run's options, `run_json` its manifest, `args` the flags of this command: code that they name is trusted.
