@@ -122,6 +122,11 @@ def test_equal_answers_to_one_solution_are_verified_once(monkeypatch):
     assert asked == [3]
 
 
+@needs_math_verify
+def test_accuracy_reward_abstains_where_the_solution_is_a_list():
+    assert call("accuracy_reward", r"\boxed{7}", r"\boxed{7}", solution=[["$7$"], "$7$"]) == [None, 1.0]
+
+
 def test_accuracy_reward_takes_boxed_answers_only():
     solutions = [r"\frac{1}{3}", r"\frac{1}{3}", r"$\frac{1}{3}$", "no mathematics here"]
     completions = [chat(r"My answer is \boxed{\frac{1}{3}}"), chat(r"\boxed{\frac{1}{2}}"), chat("1/3"), chat("1")]

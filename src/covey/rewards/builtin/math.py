@@ -87,10 +87,10 @@ def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **colum
     if not verify.is_installed():
         raise RewardError("accuracy_reward needs math-verify: pip install 'covey[math]', or use the reward 'math'.")
     rows = list(zip(solution, map(answer_text_of, completions), strict=True))
-    pairs = list(dict.fromkeys(rows))  # equal answers of a group are judged once, and alike
-    judges: list[_Judge] = [partial(verify.is_equal, gold, text, anchored=True) for gold, text in pairs]
-    verdicts = dict(zip(pairs, _verdicts(judges), strict=True))
-    return [verdicts[row] for row in rows]
+    unique = {(repr(gold), text): (gold, text) for gold, text in rows}  # equal answers are judged once, and alike
+    judges: list[_Judge] = [partial(verify.is_equal, gold, text, anchored=True) for gold, text in unique.values()]
+    verdicts = dict(zip(unique, _verdicts(judges), strict=True))
+    return [verdicts[repr(gold), text] for gold, text in rows]
 
 
 def _golds(answer: Sequence[Any] | None, solution: Sequence[Any] | None) -> list[list[str]]:
