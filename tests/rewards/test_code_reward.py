@@ -17,7 +17,7 @@ from covey.process import cores
 from covey.rewards import Scorer
 from covey.rewards.builtin.code import Code, program_of
 from covey.rewards.builtin.code_tests import FunctionCall, row_tests
-from covey.sandbox import Sandbox
+from covey.sandbox import Sandbox, isolation, run, shared
 from covey.types import Completion, Group, Prompt
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can isolate")
@@ -199,6 +199,14 @@ def test_partial_scores_are_shares_of_the_tests() -> None:
 def test_tests_that_cannot_be_run_are_an_error_and_no_score() -> None:
     with pytest.raises(RewardError, match="the tests cannot be run: SyntaxError"):
         Code(workers=1)(RIGHT, tests=["assert double(2 =="])
+
+
+def test_the_reward_and_the_functions_of_the_sandbox_share_one() -> None:
+    shared.cache_clear()
+    assert isolation().safe
+    assert run("x = 1").passed
+    assert Code()(RIGHT, tests=TESTS) == 1.0
+    assert shared.cache_info().currsize == 1
 
 
 def test_what_became_of_programs_is_logged() -> None:

@@ -28,16 +28,16 @@ def run(
     numpy: bool = False,
 ) -> Result:
     """One program in the sandbox that this process shares; see `Sandbox.run` for `tests`, limits, `strict` and errors, `Sandbox` for `numpy`."""
-    sandbox = shared(os.getpid(), allow_unisolated=allow_unisolated, numpy=numpy)
+    sandbox = shared(os.getpid(), None, allow_unisolated, numpy)
     return sandbox.run(code, tests, setup=setup, timeout=timeout, memory_mb=memory_mb, strict=strict)
 
 
 def isolation() -> Isolation:
     """Isolation layers in force on this machine. Raises RewardError, which says why, where no program can run."""
-    return shared(os.getpid()).isolation
+    return shared(os.getpid(), None, False, False).isolation
 
 
 @cache
-def shared(process: int, workers: int | None = None, *, allow_unisolated: bool = False, numpy: bool = False) -> Sandbox:
-    """The sandbox with these options that all of a process share."""
+def shared(process: int, workers: int | None, allow_unisolated: bool, numpy: bool, /) -> Sandbox:
+    """The sandbox with these options that all of a process share. No default, no keyword: `cache` would tell such calls apart."""
     return Sandbox(workers, allow_unisolated=allow_unisolated, numpy=numpy)

@@ -78,9 +78,9 @@ class Code:
             return 0.0
         program, tests, near = for_program(tests, program)
         setup = near or "\n".join(line for name in _SETUP for line in _lines(columns.get(name)))
-        options = {"allow_unisolated": self.allow_unisolated, "numpy": self.numpy}
+        sandbox = shared(os.getpid(), self.workers, self.allow_unisolated, self.numpy)
         statements = isinstance(tests[0], str)
-        result = shared(os.getpid(), self.workers, **options).run(
+        result = sandbox.run(
             program,
             tests,
             setup=setup if statements else "",
