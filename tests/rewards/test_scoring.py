@@ -320,7 +320,8 @@ def test_a_completion_that_lost_its_judge_is_not_compared_by_what_is_left_of_its
         return [1.0] * len(completions)
 
     scorer = Scorer([judge, style])
-    scored = scorer.score([group(["a", "lost", "b"]), group(["lost", "lost"]), group(["c", "d"])])
+    texts = [["a", "lost", "b"], ["lost", "lost"], ["c", "d"]]
+    scored = scorer.score([group(answers, uid=f"0:{i}") for i, answers in enumerate(texts)])
     assert not any(has_signal(each, scorer.weights) for each in scored)
     assert [each.has_lost for each in scored] == [True, True, False]
     assert [mean_score(each, scorer.weights) for each in scored] == [1.0, 1.0, 1.0]
@@ -334,6 +335,25 @@ def test_full_marks_are_those_of_the_rewards_that_apply():
     assert mean_score(mixed, [1.0, 2.0]) == 0.75
     assert mean_score(mixed, [1.0, -2.0]) == 1.0
     assert mean_score(group(["a"], rewards=[[math.nan, math.nan]]), [1.0, 2.0]) == 0.0
+
+
+def test_lone_completions_and_languages_of_a_question_that_lost_a_reward_are_not_compared_with_others():
+    def judge(completions):
+        if "lost" in completions:
+            raise ConnectionError("judge is down")
+        return [1.0] * len(completions)
+
+    def style(completions):
+        return [1.0] * len(completions)
+
+    def column_of(*texts: tuple[str, list[str]]) -> list[list[float]]:
+        scored = Scorer([judge, style]).score([group(answers, uid=uid) for uid, answers in texts])
+        return [column([each], 1) for each in scored]
+
+    nan = pytest.approx(math.nan, nan_ok=True)
+    assert column_of(("0:0", ["a"]), ("0:1", ["lost"])) == [[1.0], [nan]]
+    assert column_of(("0:0", ["lost"]), ("0:1", ["lost"])) == [[1.0], [1.0]]
+    assert column_of(("0:0/en", ["a", "b"]), ("0:0/de", ["lost", "lost"])) == [[1.0, 1.0], [nan, nan]]
 
 
 def test_a_completion_whose_sampler_failed_is_not_scored():

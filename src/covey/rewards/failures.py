@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from covey.data.together import questions
 from covey.errors import ConfigError, RewardError
 from covey.rewards.calling.deadline import DeadlineError
 from covey.rewards.calling.outcome import Outcome
@@ -21,16 +22,21 @@ def without_lost(
 ) -> tuple[Tensor, Tensor]:
     """The scores [N, R], and [N] bool, completions on which the sampler failed, or a reward whose weight is not 0.
 
-    NaN, not scored, is a completion whose sampler failed, and one whose reward failed on it and not on its whole group: a sum
-    without that reward is no worse result. Where it failed on the whole group, the other rewards compare.
+    NaN, not scored, is a completion whose sampler failed, and one whose reward failed on it and not on all that it is compared
+    with: a sum without that reward is no worse result. Compared are the groups of one question, in several languages, and groups of
+    one completion, such as greedy answers, with each other. Where a reward failed on all of these, the other rewards compare.
     """
     no_answer = torch.tensor([drawn.finish == "error" for group in groups for drawn in group.completions])
     failed = torch.zeros_like(scores, dtype=torch.bool)
     for r, (outcome, weight) in enumerate(zip(outcomes, weights.tolist(), strict=True)):
         for failure in outcome.failures if weight else ():
             failed[failure.start : failure.stop, r] = scores[failure.start : failure.stop, r].isnan()
-    parts = failed.split([group.size for group in groups])
-    alone = torch.cat([(part & ~part.all(0)).any(-1) for part in parts])
+    alone = torch.zeros_like(no_answer)
+    rows = torch.arange(len(scores)).split([group.size for group in groups])
+    units = questions(groups) if any(group.size > 1 for group in groups) else [range(len(groups))]
+    for unit in units:
+        compared = torch.cat([rows[place] for place in unit])
+        alone[compared] = (failed[compared] & ~failed[compared].all(0)).any(-1)
     return scores.masked_fill((alone | no_answer)[:, None], torch.nan), failed.any(-1) | no_answer
 
 
