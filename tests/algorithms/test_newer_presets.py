@@ -290,7 +290,9 @@ def test_a_branch_of_an_episode_that_lost_its_judge_is_in_no_sum(preset):
     drawn = tuple(replace(each, old_logp=torch.full((each.num_tokens,), -5.9)) for each in drawn)
     group = Group(prompt=prompt(), completions=drawn, rewards=torch.tensor([[1.0], [0.0], [NAN], [NAN]]))
     (judged,) = with_advantages([group], preset().replace(advantage=alg.GroupNormalized("none")), torch.ones(1))
-    assert [row.is_scored for row in rows_of([share_advantages(judged)])] == [True, True, False, False]
+    shared = share_advantages(judged)
+    assert [row.is_scored for row in rows_of([shared])] == [True, True, False, False]
+    assert shared.completions[3].episode.shares == 2  # the column `branch_of` of rollouts/
 
 
 def labels_loss(tokens, tau):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from covey.types import Completion, EpisodeNotes, Group, Max, Mean, Message, Metric, Position, Stages, ToolCall
-from covey.types.episodes import UNSCORED
 
 
 def episode_stages() -> Stages:
@@ -76,7 +75,7 @@ def share_advantages(group: Group) -> Group:
     for i, source in pairs:
         shared[i] = _branch_advantage(advantages[source], group.completions[source], group.completions[i])
     lost = set[int]() if group.totals is None else {i for i, source in pairs if bool(group.totals[source].isnan())}
-    unscored = lambda branch: replace(branch, episode=replace(branch.episode, shares=UNSCORED))
+    unscored = lambda branch: replace(branch, episode=replace(branch.episode, is_scored=False))
     completions = tuple(unscored(each) if i in lost else each for i, each in enumerate(group.completions))
     return replace(group, advantages=shared, completions=completions)
 

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-UNSCORED = -1
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpisodeNotes:
@@ -22,13 +20,14 @@ class EpisodeNotes:
     role: str | None = None
     """Role that the model played, such as a player of a game. None: the environment names none."""
     shares: int | None = None
-    """Index in the group of the completion whose advantage this one gets, without a score of its own. None: it has its own; `UNSCORED`:
-    nobody scored that completion."""
+    """Index in the group of the completion whose advantage this one gets, without a score of its own. None: it has its own."""
+    is_scored: bool = True
+    """False for one that shares the advantage of a completion that nobody scored."""
 
     @property
     def is_branch(self) -> bool:
         """True if this completion gets the advantage of another, which somebody scored."""
-        return self.shares not in (None, UNSCORED)
+        return self.shares is not None and self.is_scored
 
 
 @dataclass(frozen=True, kw_only=True)
