@@ -67,6 +67,9 @@ def test_nothing_is_said_of_a_run_that_goes_on_as_it_was(
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="covey.runs.resuming"):
         again(run, tmp_path / "run", max_steps=2)
+        again(
+            run, tmp_path / "masked", max_steps=2, hub_token="hf_secret"
+        )  # a former version masked an unset one as well
     assert not [record for record in caplog.records if record.name == "covey.runs.resuming"]
 
 

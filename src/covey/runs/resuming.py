@@ -39,7 +39,7 @@ _HOLDS = "the checkpoint holds the state of the former"
 _OF_CODE = frozenset({"fields", "file", "line", "source", "sha256"})
 """Entries of a component that say where its code is, and its fields."""
 _OF_THE_CALL = frozenset(
-    {"output_dir", "resume_from_checkpoint", "disable_tqdm", "log_level", "run_name", "ddp_timeout"}
+    {"output_dir", "resume_from_checkpoint", "disable_tqdm", "log_level", "run_name", "ddp_timeout", "hub_token"}
 )
 
 
