@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 def without_lost(
     scores: Tensor, groups: Sequence[Group], outcomes: Sequence[Outcome], weights: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The scores [N, R], and [N] bool, completions on which the sampler failed, or a reward whose weight is not 0.
+) -> tuple[Tensor, list[bool]]:
+    """The scores [N, R], and [N], True for completions on which the sampler failed, or a reward whose weight is not 0.
 
     NaN, not scored, is a completion whose sampler failed, and one whose reward failed on it and not on all that it is compared
     with: a sum without that reward is no worse result. Compared are the groups of one question, in several languages, and groups of
@@ -31,13 +31,16 @@ def without_lost(
     for r, (outcome, weight) in enumerate(zip(outcomes, weights.tolist(), strict=True)):
         for failure in outcome.failures if weight else ():
             failed[failure.start : failure.stop, r] = scores[failure.start : failure.stop, r].isnan()
+    lost = failed.any(-1) | no_answer
+    if not lost.any():
+        return scores, lost.tolist()
     alone = torch.zeros_like(no_answer)
     rows = torch.arange(len(scores)).split([group.size for group in groups])
     units = questions(groups) if any(group.size > 1 for group in groups) else [range(len(groups))]
     for unit in units:
         compared = torch.cat([rows[place] for place in unit])
         alone[compared] = (failed[compared] & ~failed[compared].all(0)).any(-1)
-    return scores.masked_fill((alone | no_answer)[:, None], torch.nan), failed.any(-1) | no_answer
+    return scores.masked_fill((alone | no_answer)[:, None], torch.nan), lost.tolist()
 
 
 class Failures:

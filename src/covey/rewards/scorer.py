@@ -276,7 +276,7 @@ class Scoring:
 def _attach(
     groups: Sequence[Group],
     scores: Tensor,
-    lost: Tensor,
+    lost: Sequence[bool],
     events: Sequence[tuple[int, Event]],
     extras: Mapping[str, Any],
 ) -> list[Group]:
@@ -288,7 +288,7 @@ def _attach(
             replace(
                 group,
                 rewards=scores[start:stop],
-                has_lost=bool(lost[start:stop].any()),
+                has_lost=any(lost[start:stop]),
                 events=(*group.events, *(event for index, event in events if start <= index < stop)),
                 extras={**group.extras, **{column: values[start:stop] for column, values in extras.items()}},
             )
