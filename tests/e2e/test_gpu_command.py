@@ -105,17 +105,26 @@ def test_failed_tests_are_named_and_do_not_end_the_measuring(benchmarks, tmp_pat
 
 def test_tests_that_failed_before_their_part_was_cut_are_named(benchmarks, tmp_path):
     gpu, _ = benchmarks
-    failing = tmp_path / "test_x.py"
-    failing.write_text("import time\n\n\ndef test_a():\n    assert 0\n\n\ndef test_b():\n    time.sleep(50)\n")
-    session = session_of(gpu, tmp_path / "out")
-    session.out.mkdir()
-    command = [sys.executable, "-u", "-m", "pytest", "-n", "1", "-vv", "-p", "no:cacheprovider", str(failing)]
-    session.run([gpu.Call("tests", command, 6)])
+    session = session_of(gpu, tmp_path)
+    said = "import time; print('[gw0] [ 50%] FAILED test_x.py::test_a', flush=True); time.sleep(50)"
+    session.run([gpu.Call("tests", [sys.executable, "-S", "-c", said], 4)])
     assert session.results["tests"]["failed"].startswith("cut after ")
-    assert [line.split("::")[-1] for line in session.results["tests"]["lines"]] == ["test_a"]
+    assert session.results["tests"]["lines"] == ["FAILED test_x.py::test_a"]
     assert gpu.failures(["[gw0] [ 9%] FAILED x.py::a[b c] ", "FAILED x.py::a[b c] - no", "passed"]) == [
         "FAILED x.py::a[b c] - no"
     ]
+
+
+@pytest.mark.slow
+def test_pytest_names_failed_tests_before_its_end(benchmarks, tmp_path):
+    gpu, _ = benchmarks
+    failing = tmp_path / "test_x.py"
+    failing.write_text("import time\n\n\ndef test_a():\n    assert 0\n\n\ndef test_b():\n    time.sleep(500)\n")
+    session = session_of(gpu, tmp_path / "out")
+    session.out.mkdir()
+    command = [sys.executable, "-u", "-m", "pytest", "-n", "1", "-vv", "-p", "no:cacheprovider", str(failing)]
+    session.run([gpu.Call("tests", command, 30)])
+    assert [line.split("::")[-1] for line in session.results["tests"]["lines"]] == ["test_a"]
 
 
 @pytest.mark.parametrize(
