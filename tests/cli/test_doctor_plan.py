@@ -24,7 +24,8 @@ from kit import tiny_model
         (["plan", "--model", "demo", "--gpus", "H100", "--async-rollouts", "true"], "leaves none to learn"),
         (["plan", "--model", "demo", "--gpus", "0xH100", "--fsdp"], "asks for no GPU at all"),
         (["plan", "--model", "Qwen/Qwen2.5-9B", "--gpus", "H100"], "Did you mean Qwen/Qwen2.5-7B?"),
-        (["plan", "--model", "demo", "--gpus", "H100", "--prompt-tokens", "0"], "--prompt-tokens 0 must be at least 1"),
+        (["plan", "--model", "demo", "--gpus", "H100", "--prompt-tokens", "0"], "--prompt-tokens 0 must be from 1 to 16777216"),
+        (["plan", "--model", "demo", "--gpus", "H100", "--prompt-tokens", f"1{'0' * 23}"], "must be from 1 to 16777216"),
         (["--model", "demo", "--gpus", "H100", "plan", "--mean-completion-tokens", "9999"], "more than --max-completion-length"),
     ],
 )  # fmt: skip

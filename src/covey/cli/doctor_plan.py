@@ -23,7 +23,7 @@ _FLAGS = (
     Flag(name="cluster", help="Number and kind of the GPUs, to list the combinations that fit them: 2x8xH100.", group="run"),
     Flag(name="rollout_gpus", help="GPUs of the plan that a vLLM server has.", type=int, group="run"),
     Flag(name="host_gib", help="Host memory of a node in GiB, which shards in host memory must fit; left out: not judged.", type=float, group="run"),
-    Flag(name="prompt_tokens", help="Tokens of a prompt.", type=int, default=512, least=1, group="run"),
+    Flag(name="prompt_tokens", help="Tokens of a prompt.", type=int, default=512, least=1, most=2**24, group="run"),
     Flag(name="mean_completion_tokens", help="Mean tokens of a completion; left out: all are as long as allowed.", type=float, least=1, group="run"),
 )  # fmt: skip
 
