@@ -74,7 +74,8 @@ class Session:
             try:
                 code: int | str = process.wait(limit)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+                process.kill()  # before the processes that it started: it would call their tests failed
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 code = f"cut after {time.monotonic() - began:.0f} s"
             self.keep(call, code)
