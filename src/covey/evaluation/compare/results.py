@@ -11,7 +11,6 @@ from covey.evaluation.compare.run_data import MAIN_SET, Run
 from covey.evaluation.compare.sides import Side
 from covey.evaluation.intervals import Estimate, finite_mean
 from covey.runs.evaluations import by_question
-from covey.types import reaches
 
 TOTAL = "reward"
 """The column of the weighted total."""
@@ -35,6 +34,8 @@ class Score:
     def _of(self, value: float | None) -> float | None:
         if value is None or self.threshold is None:
             return value
+        from covey.types import reaches  # loads torch, for which comparing does not wait
+
         return float(reaches(value, self.threshold))
 
 
