@@ -74,7 +74,7 @@ def learn_round(prompts: PromptStream, n: int, solved, unsolved) -> list[int]:
 
 def test_a_row_whose_judge_was_out_counts_as_not_asked():
     prompts = stream(table(4), "frontier")
-    out = replace(group(["a", "b"]), rewards=torch.full((2, 1), torch.nan), has_lost=True)
+    out = replace(group(["a", "b"]), rewards=torch.full((2, 1), torch.nan), measured=torch.full((2, 1), torch.nan))
     drawn = prompts.take(4)
     prompts.learn(outcomes([replace(out, prompt=prompt) for prompt in drawn], torch.ones(1)))
     assert prompts._order.weights().tolist() == [0.5] * 4

@@ -323,11 +323,11 @@ def test_a_completion_that_lost_its_judge_is_not_compared_by_what_is_left_of_its
     texts = [["a", "lost", "b"], ["lost", "lost"], ["c", "d"]]
     scored = scorer.score([group(answers, uid=f"0:{i}") for i, answers in enumerate(texts)])
     assert not any(has_signal(each, scorer.weights) for each in scored)
-    assert [each.has_lost for each in scored] == [True, True, False]
+    assert [each.measured is not None for each in scored] == [True, True, False]
     assert [mean_score(each, scorer.weights) for each in scored] == [1.0, 1.0, 1.0]
     (logged,) = Scorer([judge, style], weights=[0.0, 1.0]).score([group(["a", "lost"])])
     assert column([logged], 1) == [1.0, 1.0]
-    assert not logged.has_lost
+    assert logged.measured is None
 
 
 def test_full_marks_are_those_of_the_rewards_that_apply():
@@ -362,7 +362,7 @@ def test_a_completion_whose_sampler_failed_is_not_scored():
         [replace(group(["a"]), completions=(lost,))]
     )
     assert scored.rewards.isnan().all()
-    assert scored.has_lost
+    assert scored.measured is not None
 
 
 def test_a_function_that_exits_the_process_is_an_error_and_ctrl_c_is_not():

@@ -104,7 +104,7 @@ def test_an_ordinary_error_in_a_thread_is_told_with_its_completion_and_costs_tha
     scorer.close()
     assert scored.rewards[0].tolist() == [1.0, 1.0]
     assert scored.rewards[1].isnan().all()  # a sum of the other reward alone would be a worse one
-    assert scored.has_lost
+    assert scored.measured is not None
     (event,) = scored.events
     assert event.details["completion"] == "bad"
     assert "no number in it" in event.details["traceback"]

@@ -6,8 +6,14 @@ import math
 
 import pytest
 
-from covey.runs import rollouts
+from covey import algorithms as alg
+from covey.doctor.why.recorded import groups_of
+from covey.monitor.completions import rows as shown_rows
+from covey.rewards import Scorer, reward_metrics
+from covey.runs import completions, evaluations, rollouts
+from covey.training.credit import with_advantages
 from faults.small_runs import trainer
+from kit import group
 
 
 def long(completions):
@@ -50,3 +56,27 @@ def test_advantages_follow_from_it(tmp_path):
         deviation = math.sqrt(sum((row["reward"] - mean) ** 2 for row in own) / (len(own) - 1))
         expected = [(row["reward"] - mean) / (deviation + 1e-4) if deviation else 0.0 for row in own]
         assert [row["advantage"] for row in own] == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_else_was_measured_of_a_completion_that_lost_a_reward_is_recorded_and_trains_nothing():
+    def judge(completions):
+        if "lost" in completions:
+            raise ConnectionError("judge is down")
+        return [0.0, 1.0][: len(completions)]
+
+    def style(completions):
+        return [0.5] * len(completions)
+
+    scorer, names = Scorer([judge, style]), ["judge", "style"]
+    scored = with_advantages(scorer.score([group(["a", "b", "lost"])]), alg.grpo(), scorer.weights)
+    table = rollouts.table_of(1, scored, names).to_pylist()
+    assert [(row["reward"], row["reward/judge"], row["reward/style"]) for row in table][-1] == (None, None, 0.5)
+    assert table[-1]["advantage"] == 0.0
+    assert completions.table_of(1, scored, names).to_pylist()[-1]["style"] == 0.5
+    assert shown_rows(scored, 2, None, False)[-1][2:4] == ("-", "0.50")
+    last = evaluations.rows_of(scored, names, [1.0, 1.0])[-1]
+    assert (last["reward"], last["reward/judge"], last["reward/style"]) == (None, None, 0.5)
+    metrics = reward_metrics(scored, names, scorer.weights)
+    assert (metrics["rewards/style/mean"].count, metrics["reward"].count) == (3, 2)
+    (again,) = groups_of(table, names)
+    assert again.rewards[-1].isnan().all()  # `covey why` judges it as the run did

@@ -100,6 +100,7 @@ class EnsembleSampler:
             group,
             completions=(*group.completions, *right_answers.completions),
             rewards=torch.cat([group.rewards, right_answers.rewards]),
+            measured=None if group.measured is None else torch.cat([group.measured, right_answers.rewards]),
             extras=extras,
         )
 

@@ -57,11 +57,17 @@ def with_branches(group: Group) -> Group:
             more.append(replace(branch, episode=replace(shown, shares=place)))
     if not more:
         return group
-    rewards = group.rewards
-    if rewards is not None:
-        rewards = torch.cat([rewards, rewards.new_full((len(more), rewards.shape[1]), torch.nan)])
+    grown = lambda scores: (
+        None if scores is None else torch.nn.functional.pad(scores, (0, 0, 0, len(more)), value=torch.nan)
+    )
     extras = {name: [*values, *([None] * len(more))] for name, values in group.extras.items()}
-    return replace(group, completions=(*episodes, *more), rewards=rewards, extras=extras)
+    return replace(
+        group,
+        completions=(*episodes, *more),
+        rewards=grown(group.rewards),
+        measured=grown(group.measured),
+        extras=extras,
+    )
 
 
 def share_advantages(group: Group) -> Group:

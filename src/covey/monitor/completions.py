@@ -71,7 +71,7 @@ def _rows_of(group: Group, num_rewards: int) -> Iterator[tuple[str, ...]]:
     line = lambda message: f"{message['role']}: {content_text(message.get('content'))}"
     prompt = question if isinstance(question, str) else "\n".join(map(line, question))
     for g, completion in enumerate(group.completions):
-        scored = [math.nan] * num_rewards if group.rewards is None else group.rewards[g].tolist()
+        scored = [math.nan] * num_rewards if group.recorded is None else group.recorded[g].tolist()
         yield safe(prompt), safe(completion.text), *map(_number, scored), _number(group.mean_advantage(g))
 
 

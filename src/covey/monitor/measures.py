@@ -32,7 +32,7 @@ def text_metrics(
     metrics["prompts/mean_length"] = Mean(sum(len(group.prompt.token_ids) for group in groups), len(groups))
     column = next((r for r, name in enumerate(names) if "format" in name), None)
     if column is not None:
-        scores = torch.cat([group.rewards[:, column] for group in groups if group.rewards is not None])
+        scores = torch.cat([group.recorded[:, column] for group in groups if group.recorded is not None])
         metrics["format_rate"] = Mean.of(scores, ~scores.isnan())
     return metrics
 

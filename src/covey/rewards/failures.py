@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,14 +18,13 @@ from covey.types import Group, Mean, Metric, RunningTotal, Sum, merge_metrics
 logger = logging.getLogger(__name__)
 
 
-def without_lost(
-    scores: Tensor, groups: Sequence[Group], outcomes: Sequence[Outcome], weights: Tensor
-) -> tuple[Tensor, list[bool]]:
-    """The scores [N, R], and [N], True for completions on which the sampler failed, or a reward whose weight is not 0.
+def with_scores(groups: Sequence[Group], scores: Tensor, outcomes: Sequence[Outcome], weights: Tensor) -> list[Group]:
+    """The groups with their rows of the scores [N, R] as `rewards`, and as `measured` where the sampler failed, or a reward whose weight is not 0.
 
-    NaN, not scored, is a completion whose sampler failed, and one whose reward failed on it and not on all that it is compared
-    with: a sum without that reward is no worse result. Compared are the groups of one question, in several languages, and groups of
-    one completion, such as greedy answers, with each other. Where a reward failed on all of these, the other rewards compare.
+    A completion whose sampler failed has no measured score. NaN in `rewards`, not scored, is that one, and one whose reward failed
+    on it and not on all that it is compared with: a sum without that reward is no worse result. Compared are the groups of one
+    question, in several languages, and groups of one completion, such as greedy answers, with each other. Where a reward failed on
+    all of these, the other rewards compare.
     """
     no_answer = torch.tensor([drawn.finish == "error" for group in groups for drawn in group.completions])
     failed = torch.zeros_like(scores, dtype=torch.bool)
@@ -32,15 +32,21 @@ def without_lost(
         for failure in outcome.failures if weight else ():
             failed[failure.start : failure.stop, r] = scores[failure.start : failure.stop, r].isnan()
     lost = failed.any(-1) | no_answer
+    sizes = [group.size for group in groups]
     if not lost.any():
-        return scores, lost.tolist()
+        return [replace(group, rewards=place) for group, place in zip(groups, scores.split(sizes), strict=True)]
     alone = torch.zeros_like(no_answer)
-    rows = torch.arange(len(scores)).split([group.size for group in groups])
-    units = questions(groups) if any(group.size > 1 for group in groups) else [range(len(groups))]
+    rows = torch.arange(len(scores)).split(sizes)
+    units = questions(groups) if any(size > 1 for size in sizes) else [range(len(groups))]
     for unit in units:
         compared = torch.cat([rows[place] for place in unit])
         alone[compared] = (failed[compared] & ~failed[compared].all(0)).any(-1)
-    return scores.masked_fill((alone | no_answer)[:, None], torch.nan), lost.tolist()
+    measured = scores.masked_fill(no_answer[:, None], torch.nan)
+    rewards = measured.masked_fill(alone[:, None], torch.nan)
+    return [
+        replace(group, rewards=rewards[place], measured=measured[place] if lost[place].any() else None)
+        for group, place in zip(groups, rows, strict=True)
+    ]
 
 
 class Failures:

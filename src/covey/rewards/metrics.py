@@ -38,8 +38,9 @@ def reward_metrics(
     scores = torch.cat([group.rewards for group in groups if group.rewards is not None])  # [N, R]
     total = weighted_total(scores, weights)  # [N]
     metrics: dict[str, Metric] = {}
+    measured = torch.cat([group.recorded for group in groups if group.recorded is not None])  # [N, R]
     for index, name in enumerate(names):
-        column = scores[:, index]
+        column = measured[:, index]
         metrics[f"rewards/{name}/mean"] = Mean.of(column, ~column.isnan())
         metrics[f"rewards/{name}/std"] = Spread.of(column)
     metrics["reward"] = Mean.of(total, ~total.isnan())

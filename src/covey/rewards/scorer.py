@@ -19,7 +19,7 @@ from covey.rewards.calling.outcome import Outcome, logged_columns
 from covey.rewards.calling.workers import INSIDE, isolated
 from covey.rewards.combining import Combiner, is_moving, weight_of, within_float32
 from covey.rewards.contract import Batch, RewardSpec, check, specs_of, takes
-from covey.rewards.failures import Failures, without_lost
+from covey.rewards.failures import Failures, with_scores
 from covey.rewards.replaced import Calculate, Replaced
 from covey.rewards.scales import Scale, Scales
 from covey.rewards.surroundings import Leftovers, Surroundings, copied_state
@@ -156,8 +156,8 @@ class Scorer:
         scores = torch.stack([outcome.scores for outcome in outcomes], dim=-1)  # [N, R]
         events = [event for outcome in outcomes for event in outcome.events(batch)]
         scores, more = within_float32(scores, self.weights, self.names, batch)
-        scores, lost = without_lost(scores, groups, outcomes, self.weights)
-        return _attach(groups, scores, lost, [*events, *more], logged_columns(outcomes))
+        scored = with_scores(groups, scores, outcomes, self.weights)
+        return _attach(scored, [*events, *more], logged_columns(outcomes))
 
     def tidy(self, before: Surroundings) -> list[Event]:
         """Restore state that calls on other threads changed and cancel their tasks. Returns the events to report."""
@@ -273,22 +273,14 @@ class Scoring:
         return pieces
 
 
-def _attach(
-    groups: Sequence[Group],
-    scores: Tensor,
-    lost: Sequence[bool],
-    events: Sequence[tuple[int, Event]],
-    extras: Mapping[str, Any],
-) -> list[Group]:
-    """Each group with its rows of the scores [N, R] and of those that were lost [N], the events that concern it by their row, and its logged columns."""
+def _attach(groups: Sequence[Group], events: Sequence[tuple[int, Event]], extras: Mapping[str, Any]) -> list[Group]:
+    """Each group with the events that concern it by their row, and its logged columns."""
     scored, start = [], 0
     for group in groups:
         stop = start + group.size
         scored.append(
             replace(
                 group,
-                rewards=scores[start:stop],
-                has_lost=any(lost[start:stop]),
                 events=(*group.events, *(event for index, event in events if start <= index < stop)),
                 extras={**group.extras, **{column: values[start:stop] for column, values in extras.items()}},
             )

@@ -36,7 +36,7 @@ def table_of(step: int, groups: Sequence[Group], reward_names: Sequence[str]) ->
         "completion": [_answer(group, g) for group, g in members],
     }
     for r, name in enumerate(reward_names):
-        columns[name] = [None if group.rewards is None else _number(group.rewards[g][r]) for group, g in members]
+        columns[name] = [None if group.recorded is None else _number(group.recorded[g][r]) for group, g in members]
     for name in extras:
         columns[name] = _alike(
             [number_or_json(group.extras[name][g]) if name in group.extras else None for group, g in members]

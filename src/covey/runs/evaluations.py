@@ -35,15 +35,17 @@ def rows_of(groups: Sequence[Group], names: Sequence[str], weights: Sequence[flo
     for group in groups:
         raw, media = group.prompt.raw, group.prompt.media
         question = digest(raw if media is None else {"prompt": raw, **media.digests})
-        rewards = [] if group.rewards is None else group.rewards.double().tolist()
+        compared, measured = (
+            [] if each is None else each.double().tolist() for each in (group.rewards, group.recorded)
+        )
         for index, completion in enumerate(group.completions):
-            scored = dict(zip(names, rewards[index], strict=True)) if rewards else dict.fromkeys(names, math.nan)
+            scored = dict(zip(names, measured[index], strict=True)) if measured else dict.fromkeys(names, math.nan)
             rows.append(
                 {
                     "question": question,
                     "uid": group.prompt.uid,
                     "completion_index": index,
-                    "reward": total_of(list(scored.values()), weights),
+                    "reward": total_of(compared[index], weights) if compared else None,
                     **{f"reward/{name}": None if math.isnan(value) else value for name, value in scored.items()},
                     "num_tokens": completion.num_tokens,
                     "finish": completion.finish,

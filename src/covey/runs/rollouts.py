@@ -159,13 +159,14 @@ def _media(groups: Sequence[Group]) -> dict[str, pa.Array]:
 
 def _rewards(groups: Sequence[Group], names: Sequence[str], weights: Sequence[float] | None) -> dict[str, pa.Array]:
     weights = [1.0] * len(names) if weights is None else weights
-    rows: list[list[float]] = []
-    for group in groups:
-        unscored = [[math.nan] * len(names)] * group.size
-        rows += unscored if group.rewards is None else group.rewards.double().tolist()
+    listed = lambda group, scores: (
+        [[math.nan] * len(names)] * group.size if scores is None else scores.double().tolist()
+    )
+    rows = [row for group in groups for row in listed(group, group.recorded)]
     recorded = [total for group in groups for total in (group.totals.tolist() if group.totals is not None else ())]
     is_recorded = len(recorded) == len(rows)
-    totals = [_or_null(total) for total in recorded] if is_recorded else [total_of(row, weights) for row in rows]
+    compared = [row for group in groups for row in listed(group, group.rewards)]
+    totals = [_or_null(total) for total in recorded] if is_recorded else [total_of(row, weights) for row in compared]
     columns = {"reward": pa.array(totals, pa.float64())}
     for r, name in enumerate(names):
         name = f"reward/{name}" if f"reward/{name}" not in columns else f"reward/{name}#{r}"

@@ -79,7 +79,7 @@ def completion_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
 
 def outcomes(groups: Sequence[Group], weights: Tensor) -> dict[str, Outcome]:
     """Outcome of each prompt by uid, for a curriculum; completions of the policy only."""
-    outcome = lambda group, signal: Outcome(mean_score(group, weights), signal, signal or not group.has_lost)
+    outcome = lambda group, signal: Outcome(mean_score(group, weights), signal, signal or group.measured is None)
     return {group.prompt.uid: outcome(group, has_signal(group, weights)) for group in of_policy(groups)}
 
 

@@ -156,8 +156,8 @@ class Group:
     """[G] float32, the weighted sum of the rewards that advantages were made of, NaN: not scored. None: not computed yet."""
     returns: Tensor | None = None
     """[G, T] float32, targets of the critic, NaN of a completion that nobody scored. None: no critic."""
-    has_lost: bool = False
-    """True if the sampler or a reward failed on one of its completions."""
+    measured: Tensor | None = None
+    """[G, R] float32, rewards as measured, of completions that left the group too, where the sampler or a reward failed on one. None: neither did."""
     greedy_rewards: Tensor | None = None
     """[R] float32, rewards of the greedy answer, for estimators that use it as baseline (ReMax)."""
     events: tuple[Event, ...] = ()
@@ -167,6 +167,11 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.completions)
+
+    @property
+    def recorded(self) -> Tensor | None:
+        """[G, R] float32, rewards as measured, which files and logs of each reward show; None: not scored yet."""
+        return self.rewards if self.measured is None else self.measured
 
     def mean_advantage(self, index: int) -> float:
         """The advantage of a completion, its mean where it differs by token; NaN without tokens or advantages."""
@@ -181,6 +186,7 @@ class Group:
             self,
             completions=tuple(self.completions[i] for i in indices),
             rewards=pick(self.rewards),
+            measured=pick(self.measured),
             advantages=pick(self.advantages),
             totals=pick(self.totals),
             returns=pick(self.returns),

@@ -206,8 +206,12 @@ def _group(rows: Sequence[Mapping[str, Any]], reward_names: Sequence[str]) -> Gr
         prompt=prompt,
         completions=completions,
         rewards=torch.tensor(
-            [[number(row[f"reward/{name}"]) for name in reward_names] for row in rows], dtype=torch.float32
-        ),
+            [
+                [number(row["reward"] if row["reward"] is None else row[f"reward/{name}"]) for name in reward_names]
+                for row in rows
+            ],
+            dtype=torch.float32,
+        ),  # a completion without a sum left its group
         advantages=_advantages(rows),
         totals=torch.tensor([number(row["reward"]) for row in rows], dtype=torch.float32),
         extras={
