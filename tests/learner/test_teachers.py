@@ -213,6 +213,18 @@ def test_a_teacher_is_loaded_as_it_is_stored_or_in_the_type_that_is_named(tmp_pa
     assert caplog.text.count("The teacher computes in bfloat16, as it is stored, and the policy in float32") == 1
 
 
+def test_a_teacher_in_bfloat16_tells_a_float32_policy_its_distribution(tmp_path):
+    tiny_model("qwen2", seed=3, dtype=torch.bfloat16).save_pretrained(tmp_path / "teacher")
+    tiny_tokenizer().save_pretrained(tmp_path / "teacher")
+    rounded, exact = (
+        trained(
+            tmp_path / dtype, alg.dapo().replace(regularizers=alg.distill(tmp_path / "teacher", dtype=dtype)), max_steps=1
+        )[0]["distill/reverse_kl"]
+        for dtype in ("auto", "float32")
+    )
+    assert rounded == pytest.approx(exact, rel=0.05)
+
+
 def test_feedback_of_a_success_of_a_tool_and_of_values_that_are_no_text():
     answers = group(
         ["4", "5", "6", "four"], rewards=[[1.0], [0.0], [1.0], [0.5]], columns={"steps": ["a"], "none": " "}
