@@ -8,10 +8,11 @@ from distilled import ROWS, row, trained, trainer_of
 
 from covey import algorithms as alg
 from covey.data.hints import with_hint
-from covey.errors import ConfigError
+from covey.errors import ConfigError, ModelError
 from covey.learner import FrozenCopy, Policy
 from covey.learner.teacher import Member, Teacher, Teachers
 from covey.learner.token_batches import Draws, batch_of
+from covey.models import load_model
 from covey.training.build_algorithm import check_teacher
 from covey.training.teaching import build_teacher, hints_of
 from covey.types import Prompt, StepReport, Totals
@@ -213,13 +214,16 @@ def test_a_teacher_is_loaded_as_it_is_stored_or_in_the_type_that_is_named(tmp_pa
     assert caplog.text.count("The teacher computes in bfloat16, as it is stored, and the policy in float32") == 1
 
 
-def test_a_teacher_in_bfloat16_tells_a_float32_policy_its_distribution(tmp_path):
-    tiny_model("qwen2", seed=3, dtype=torch.bfloat16).save_pretrained(tmp_path / "teacher")
-    tiny_tokenizer().save_pretrained(tmp_path / "teacher")
+def test_a_run_in_bfloat16_teaches_a_float32_policy(tmp_path):
+    run = tmp_path / "teacher"
+    tiny_model("qwen2", seed=3, dtype=torch.bfloat16).save_pretrained(run / "model")
+    tiny_tokenizer().save_pretrained(run / "model")
+    with pytest.raises(ModelError, match="give '.*/teacher/model', what this run ended with"):
+        load_model(str(run))
     rounded, exact = (
-        trained(
-            tmp_path / dtype, alg.dapo().replace(regularizers=alg.distill(tmp_path / "teacher", dtype=dtype)), max_steps=1
-        )[0]["distill/reverse_kl"]
+        trained(tmp_path / dtype, alg.dapo().replace(regularizers=alg.distill(run, dtype=dtype)), max_steps=1)[0][
+            "distill/reverse_kl"
+        ]
         for dtype in ("auto", "float32")
     )
     assert rounded == pytest.approx(exact, rel=0.05)

@@ -199,9 +199,9 @@ def hidden_of(policy: Any, rows: PaddedRows | SharedRows) -> tuple[Tensor, Head]
         if policy.shards is not None and isinstance(head.project, nn.Module):
             head = replace(head, project=copy.deepcopy(head.project))  # outlives the gathered weights
         hidden = pick_rows(hidden, rows.source)
-        if isinstance(head.project, nn.Module) and not head.in_float32:
-            if next(head.project.parameters()).dtype == torch.bfloat16:  # as autocast does: the head is read outside of it
-                hidden = hidden.bfloat16()
+        weights = head.project.parameters() if isinstance(head.project, nn.Module) and not head.in_float32 else ()
+        if next((x.dtype for x in weights), None) == torch.bfloat16:  # as autocast does: the head is read outside of it
+            hidden = hidden.bfloat16()
         return hidden, head
 
     states: tuple[Tensor, Head] = policy.within(work)

@@ -260,7 +260,9 @@ def _check_folder(source: str) -> None:
     missing = [] if is_adapter else [name for name, names in patterns.items() if not has(names)]
     if missing:
         content = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-        raise ModelError(f"The model folder {source!r} lacks {' and '.join(missing)}; it holds {content}.")
+        is_run = any((folder / "model" / name).is_file() for name in ("config.json", "adapter_config.json"))
+        fix = f"; give {str(folder / 'model')!r}, what this run ended with" if is_run else f"; it holds {content}"
+        raise ModelError(f"The model folder {source!r} lacks {' and '.join(missing)}{fix}.")
     for name in ("config.json", "generation_config.json", "adapter_config.json"):
         if (folder / name).is_file() and not isinstance(read_json(folder / name, ModelError), dict):
             raise ModelError(f"{folder / name} holds no options of a model: it must be one JSON object.")

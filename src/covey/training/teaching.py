@@ -26,6 +26,7 @@ from covey.learner.teacher_tokenizers import Tokenizers, alignment_of_model, ali
 from covey.models import load_model, reads_media, rope_factors, take_factors
 from covey.process.sharding import Shards, shard_like
 from covey.rewards.builtin.chat_endpoint import Endpoint
+from covey.runs.weights import model_folder
 from covey.types import Completion, Prompt
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ def sizes_of_teachers(role: TeacherRole | None, policy: Any, config_of: Callable
         if isinstance(source, str) and is_address(source):
             continue
         is_loaded = isinstance(source, str | Path) and not is_policy(source)
-        count = _num_parameters(config_of(source) if is_loaded else policy)
+        count = _num_parameters(config_of(model_folder(str(source))) if is_loaded else policy)
         sizes.append((count, 2 * count if is_loaded else 0))
     return sizes
 
@@ -246,7 +247,7 @@ def build_teacher(
 
     def teacher_at(source: Any, value: str | None) -> Teacher | ServedTeacher:
         if not is_address(source):
-            return maker.of_model(source)
+            return maker.of_model(model_folder(str(source)) if isinstance(source, str | Path) else source)
         return served_teacher(source, str(role.model_at(source, value)), part, policy, tokenizers, made)
 
     made_of = [(teacher_at(source, value), share, value) for source, share, value in role.shares()]
