@@ -145,6 +145,8 @@ def test_a_whole_number_with_a_decimal_point_is_that_number():
     options = make(num_generations=4.0, gradient_accumulation_steps=2.0, seed=1.0, learning_rate=1.0)
     values = options.num_generations, options.gradient_accumulation_steps, options.seed, options.learning_rate
     assert [repr(value) for value in values] == ["4", "2", "1", "1.0"]
+    options = make(max_steps=2.0, save_total_limit=3.0, dataloader_num_workers=0.0)
+    assert [repr(value) for value in (options.max_steps, options.save_total_limit)] == ["2", "3"]
 
 
 def test_the_best_checkpoint_is_picked_by_reward_unless_told():

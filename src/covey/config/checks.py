@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from types import UnionType
@@ -59,10 +60,13 @@ def warn_inert(changed: Mapping[str, Any]) -> None:
 
 def normalize(config: Any) -> None:
     """Spellings that mean the same become one, in place: 4.0 is 4 where a whole number is meant, NumPy's numbers are Python's."""
+    whole = {
+        item.name for item in fields(config) if re.search(r"\bint\b", str(item.type)) and "float" not in str(item.type)
+    }
     for name, value in vars(config).items():
         if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
             setattr(config, name, value := value.item())
-        if isinstance(value, float) and value.is_integer() and name in DECLARED and DECLARED[name].is_whole:
+        if isinstance(value, float) and value.is_integer() and name in whole:
             setattr(config, name, int(value))
     if isinstance(config.scale_rewards, bool):
         config.scale_rewards = "group" if config.scale_rewards else "none"
