@@ -3,10 +3,11 @@
 import pandas
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from transformers import Qwen2Model, TrainerCallback
 
 from covey import GRPOConfig, GRPOTrainer
+from covey.cli.flags import Flag, read_yaml
 from covey.errors import ArgumentTypeError, ConfigError, DataTypeError, ModelError
 from kit import tiny_model, tiny_reward_model, tiny_tokenizer
 
@@ -46,6 +47,16 @@ def test_an_argument_that_does_not_exist_is_refused_with_the_one_that_does(tmp_p
         trainer(tmp_path, **{name: None})
 
 
+def test_every_argument_and_option_that_does_not_exist_is_named_with_its_nearest(tmp_path):
+    with pytest.raises(ArgumentTypeError, match=r"reward_func .* reward_funcs\? modle .* model\? arg .* args\?"):
+        trainer(tmp_path, reward_func=None, modle=None, arg=None)
+    with pytest.raises(ArgumentTypeError, match=r"bta .* beta\? epsilon_hihg .* epsilon_high\?"):
+        GRPOConfig(str(tmp_path), bta=0.1, epsilon_hihg=0.3)
+    (tmp_path / "run.yaml").write_text("bta: 1\nbeta: 0.1\nepsilon_hihg: 1\n")
+    with pytest.raises(ConfigError, match=r"bta .* beta\? epsilon_hihg .* epsilon_high\?"):
+        read_yaml(tmp_path / "run.yaml", [Flag(name="beta", help=""), Flag(name="epsilon_high", help="")])
+
+
 def test_a_subclass_may_take_arguments_of_its_own(tmp_path):
     class Mine(GRPOTrainer):
         def __init__(self, *args, tokenizer, **kwargs):
@@ -80,8 +91,9 @@ def test_a_module_that_is_no_language_model_is_refused_by_its_class(tmp_path, mo
         (pandas.DataFrame(ROWS), r"Dataset.from_pandas\(frame\)"),
         ((row for row in ROWS), r"Dataset.from_list\(list\(rows\)\)"),
         ("train.jsonl", r"covey.data.load\('train.jsonl'\)"),
+        (DatasetDict(), "an empty DatasetDict, without a split; pass a datasets.Dataset"),
     ],
-    ids=["list", "columns", "frame", "generator", "file"],
+    ids=["list", "columns", "frame", "generator", "file", "no splits"],
 )
 def test_rows_that_are_no_data_set_are_refused_with_what_makes_them_one(tmp_path, dataset, remedy):
     with pytest.raises(DataTypeError, match=remedy):

@@ -178,10 +178,10 @@ def read_yaml(path: str | Path, flags: Iterable[Flag], hints: Mapping[str, str] 
     allowed = {flag.name for flag in flags}
     assert isinstance(node, yaml.MappingNode)  # it became a dict
     written = [str(key.value).replace("-", "_") for key, _ in node.value]
+    hint = lambda name: f" {hints[name]}" if name in hints else did_you_mean(name, allowed)
+    if unknown := [f"{name} is not an option here.{hint(name)}" for name in written if name not in allowed]:
+        raise ConfigError(f"{path}: {' '.join(unknown)}")
     for name in written:
-        if name not in allowed:
-            hint = f" {hints[name]}" if name in hints else did_you_mean(name, allowed)
-            raise ConfigError(f"{path}: {name} is not an option here.{hint}")
         if written.count(name) > 1:
             raise ConfigError(f"{path}: {name} is there twice; keep one.")
     values = {str(name).replace("-", "_"): value for name, value in content.items()}

@@ -43,11 +43,10 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
     def __new__(cls, *args: Any, **kwargs: Any) -> GRPOConfig:
         """Refuse names that are not options before dataclass machinery sees them."""
         names = {item.name for item in fields(cls)}
-        for name in kwargs:
-            if name not in names:
-                renamed = options.RENAMED.get(name)
-                hint = f" {renamed}" if renamed else did_you_mean(name, names)
-                raise ArgumentTypeError(f"{name} is not an option of GRPOConfig.{hint}")
+        renamed = {name: f" {sentence}" for name, sentence in options.RENAMED.items()}
+        hint = lambda name: renamed.get(name) or did_you_mean(name, names)
+        if unknown := [name for name in kwargs if name not in names]:
+            raise ArgumentTypeError(" ".join(f"{name} is not an option of GRPOConfig.{hint(name)}" for name in unknown))
         return super().__new__(cls)
 
     def to_dict(self) -> dict[str, Any]:

@@ -73,8 +73,14 @@ def check_dataset(dataset: Any, name: str = "train_dataset", *, prompt_only: boo
 def _check_type(dataset: Any, name: str) -> None:
     if isinstance(dataset, datasets.Dataset | datasets.IterableDataset | LiveDataset):
         return
-    if isinstance(dataset, Mapping) and not all(isinstance(column, list) for column in dataset.values()):
+    if isinstance(dataset, Mapping) and (
+        not dataset or not all(isinstance(column, list) for column in dataset.values())
+    ):
         splits = ", ".join(map(str, dataset))
+        if not splits:
+            raise DataTypeError(
+                f"{name} is an empty {type(dataset).__name__}, without a split; pass a datasets.Dataset."
+            )
         raise DataTypeError(
             f"{name} holds several splits ({splits}); pass one of them, such as dataset[{next(iter(dataset), '')!r}]."
         )

@@ -75,9 +75,12 @@ class TRLInterface(TransformersInterface):
         """Refuse arguments that `__init__` does not have, with the name to use. Raises ArgumentTypeError."""
         taken = inspect.signature(cls.__init__).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-        for name in () if takes_any else named.keys() - taken:
+        unknown = {}
+        for name in () if takes_any else [name for name in named if name not in taken]:
             hint = f" It is an option: GRPOConfig({name}=...)." if name in DECLARED else did_you_mean(name, taken)
-            raise ArgumentTypeError(f"{name} is no argument of {cls.__name__}.{_FORMER_ARGUMENTS.get(name, hint)}")
+            unknown[name] = f"{name} is no argument of {cls.__name__}.{_FORMER_ARGUMENTS.get(name, hint)}"
+        if unknown:
+            raise ArgumentTypeError(" ".join(unknown.values()))
         return super().__new__(cls)
 
     def train(
