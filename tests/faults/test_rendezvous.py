@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from covey.errors import RankError
+from covey import GRPOConfig
+from covey.errors import ConfigError, RankError
 from covey.process import world
 from covey.process.rendezvous import agree
 from forked import rank_environment, run
@@ -134,3 +136,11 @@ def test_a_port_on_which_another_program_listens_is_named_in_a_sentence() -> Non
     assert f"port {port} (MASTER_PORT)" in done.err
     assert f"--master_port {port + 1}" in done.err
     assert "Traceback" not in done.err
+
+
+def test_a_local_rank_without_the_rest_of_a_launcher_is_told_in_a_sentence(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(
+        ConfigError, match="RANK and WORLD_SIZE and MASTER_ADDR and MASTER_PORT are not set; unset LOCAL_RANK"
+    ):
+        GRPOConfig(str(tmp_path), report_to="none")

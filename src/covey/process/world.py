@@ -223,9 +223,20 @@ def is_on_cpu_with_others() -> bool:
 
 @contextmanager
 def starting_on_a_free_port() -> Iterator[None]:
-    """Context in which a process group is created. Raises ConfigError if another program listens on the main process's port."""
+    """Context in which a process group is created. Raises ConfigError if another program listens on the main process's port.
+
+    So it does where a launcher's variables are there in part.
+    """
     try:
         yield
+    except ValueError as error:
+        if "environment variable" not in str(error):
+            raise
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        raise ConfigError(
+            f"LOCAL_RANK={os.environ.get('LOCAL_RANK')} says that a launcher started this process, but {' and '.join(missing)} "
+            "are not set; unset LOCAL_RANK for a run of one process, or start it with torchrun or accelerate launch."
+        ) from error
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             raise
