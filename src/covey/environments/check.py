@@ -15,6 +15,8 @@ from covey.environments.factory import EnvironmentPool, Reset
 from covey.environments.tools import Tool
 from covey.types import Message, Prompt
 
+_ENDING_SECONDS = 1.0
+"""Connections and processes end on the other side too."""
 _WORDS = ("yes", "no", "hello", "1", "42", "look", "a", "")
 
 
@@ -88,8 +90,9 @@ def examine(
         alone = [again, _walk(pool, [plans[-1]], seed, row or {})[0]]
     finally:
         pool.close()
-    time.sleep(0.2)  # connections end on the other side
-    left = {name: count - before[name] for name, count in _open_resources().items() if count > before[name]}
+    ended = time.monotonic()
+    while (left := _more_than(before)) and time.monotonic() - ended < _ENDING_SECONDS:
+        time.sleep(0.02)
     return EnvironmentReport(
         walks=walks,
         is_repeatable=_same(walks[0], again),
@@ -188,6 +191,10 @@ def _drawn(schema: Mapping[str, Any], draw: random.Random) -> Any:
 
 def _same(walk: Walk, other: Walk) -> bool:
     return (walk.shown, walk.reward, walk.errors) == (other.shown, other.reward, other.errors)
+
+
+def _more_than(before: Mapping[str, int]) -> dict[str, int]:
+    return {name: count - before[name] for name, count in _open_resources().items() if count > before[name]}
 
 
 def _open_resources() -> dict[str, int]:

@@ -338,23 +338,27 @@ class Lanes:
     """A few daemon threads that take work in turn; they start with the first work and end when closed."""
 
     def __init__(self, name: str, size: int) -> None:
-        self.name, self.size = name, size
+        self.name, self.size, self._lock = name, size, threading.Lock()
         self._open()
 
     def run(self, work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
         """Future of `work()`."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._queue.put((work, future))
-        if len(self._threads) < self.size:
-            thread = threading.Thread(target=_take_turns, args=(self._queue,), name=f"covey-{self.name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        with self._lock:
+            self._queue.put((work, future))
+            if len(self._threads) < self.size:
+                turns = threading.Thread(
+                    target=_take_turns, args=(self._queue,), name=f"covey-{self.name}", daemon=True
+                )
+                self._threads.append(turns)
+                turns.start()
         return future
 
     def close(self) -> None:
         """Let the threads end; work that comes later gets new ones."""
-        self._finish()
-        self._open()
+        with self._lock:
+            self._finish()
+            self._open()
 
     def _open(self) -> None:
         self._queue: _Work = queue.SimpleQueue()
