@@ -42,7 +42,10 @@ CASES: dict[str, dict[str, Any]] = {
         "multi_objective_aggregation": "normalize_then_sum",
     },
     "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 1.5},
-    "vespo, tokens truncated": {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate", **CORRECTED},
+    "vespo, tokens truncated": {  # phi multiplies the rounding of a summed log-ratio by k - lambda w, w up to 1.3^8: so small ones
+        "loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate", "vespo_k_pos": 0.8, "vespo_lambda_pos": 1.0,
+        "vespo_k_neg": 1.0, "vespo_lambda_neg": 0.7, **CORRECTED,
+    },
     "luspo, moving reference": {
         "loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.2, "sync_ref_model": True,
         "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.3, "use_bias_correction_kl": True,
