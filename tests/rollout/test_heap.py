@@ -8,6 +8,7 @@ import torch
 
 from covey.kernels import zeros
 from covey.process.memory import collecting_new_garbage_only, is_out_of_memory
+from faults.small_runs import trainer
 
 pytestmark = pytest.mark.usefixtures("thawed_heap")
 
@@ -53,6 +54,25 @@ def test_collections_during_a_run_look_at_what_is_new_alone():
         assert alive() is not None, "what was there before is not looked at"
     gc.collect()
     assert alive() is None, "it is looked at again afterwards"
+
+
+def test_after_the_first_step_collections_no_longer_look_at_what_it_made(tmp_path):
+    """It compiles: a full collection over what that leaves behind would take longer than some steps."""
+    held, seen, is_alive = [], [], []
+
+    def reward(completions, **columns):
+        """Drops what the step before made, and says whether a full collection frees it."""
+        seen.extend(weakref.ref(node) for node in held)
+        held.clear()
+        gc.collect()
+        is_alive.append([node() is not None for node in seen])
+        held.append(cycle())
+        return [float(len(text)) for text in completions]
+
+    trainer(tmp_path, reward_funcs=reward, max_steps=4, save_strategy="no").train()
+    assert is_alive == [[], [True], [True, False], [True, False, False]]
+    gc.collect()
+    assert not [node for node in seen if node() is not None]
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 """The training loop: prompts, sampler, rewards, stages, advantages, update, new weights to the sampler."""
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from covey.errors import NumericsError
 from covey.process.interruption import StopNow
@@ -26,17 +26,16 @@ def to_the_end(steps: Steps[T]) -> T:
         try:
             next(steps)
         except StopIteration as ended:
-            value: T = ended.value
-            return value
+            return cast(T, ended.value)
 
 
 def run(parts: Parts, state: TrainState) -> Steps[TrainState]:
     """Train until `parts.total_steps`, or until the session asks to stop. Yields after every step."""
-    with collecting_new_garbage_only():
-        return (yield from train_steps(parts, state))
+    with collecting_new_garbage_only() as freeze_new:
+        return (yield from train_steps(parts, state, freeze_new))
 
 
-def train_steps(parts: Parts, state: TrainState) -> Steps[TrainState]:
+def train_steps(parts: Parts, state: TrainState, freeze_new: Callable[[], None]) -> Steps[TrainState]:
     parts.sampler.load(parts.learner.policy.model, version=state.step)
     parts.check_sampler()
     while state.step < parts.total_steps and not parts.session.should_stop:
@@ -50,6 +49,7 @@ def train_steps(parts: Parts, state: TrainState) -> Steps[TrainState]:
             break
         except NumericsError as error:
             state = after_spoiled(parts, state, error)
+        freeze_new()
         yield
     return state
 
