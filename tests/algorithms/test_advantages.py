@@ -85,6 +85,12 @@ def test_normalizing_first_gives_rewards_of_any_scale_the_same_say():
     assert summed[0] > 0.8  # summed first, the large one decides alone
 
 
+def test_normalized_rewards_that_cancel_teach_nothing_and_not_their_rounding():
+    right = torch.tensor([[0.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
+    scores = replace(scores_of([[[0, 0]]]), per_function=torch.stack([right, 1 - right], -1), weights=torch.ones(2))
+    assert not alg.NormalizeThenSum()(scores).any()
+
+
 def test_leave_one_out_compares_with_the_mean_of_the_others():
     assert close(alg.LeaveOneOut()(scores_of([[3, 0, 0, 1]])), [[3 - 1 / 3, -4 / 3, -4 / 3, 1 - 1]])
 

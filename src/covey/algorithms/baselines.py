@@ -75,7 +75,11 @@ class NormalizeThenSum:
             rewards = torch.cat([rewards, of_tokens.unsqueeze(1)], 1)
             weights = torch.cat([weights, weights.new_ones(1)])
         standard = (centred(rewards) / (nan_std(rewards) + self.epsilon)).nan_to_num(0.0)
-        total = (standard * weights.to(standard.dtype).unsqueeze(-1)).sum(1)  # [P, G]
+        parts = standard * weights.to(standard.dtype).unsqueeze(-1)  # [P, R, G]
+        total, largest = parts.sum(1), parts.abs().sum(1)  # [P, G]
+        total = total.masked_fill(
+            total.abs() <= 4 * torch.finfo(total.dtype).eps * largest, 0.0
+        )  # a step of r and 1 - r
         if scores.kl is not None:
             total = total - (scores.kl * scores.mask).sum(-1)
         total = torch.where(scores.total.isnan(), torch.full_like(total, torch.nan), total)
