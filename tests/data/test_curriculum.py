@@ -12,9 +12,11 @@ import pyarrow
 import pytest
 import torch
 
+from covey import algorithms as alg
 from covey.data import Outcome, PromptStream, load, mix
 from covey.data.mixing import terms
 from covey.errors import DataError
+from covey.rewards import Scorer, reward_metrics
 from covey.training.credit import outcomes
 from kit import group, rest_nightly, tiny_tokenizer
 
@@ -76,11 +78,30 @@ def test_a_row_whose_judge_was_out_counts_as_not_asked():
     prompts = stream(table(4), "frontier")
     out = replace(group(["a", "b"]), rewards=torch.full((2, 1), torch.nan), measured=torch.full((2, 1), torch.nan))
     drawn = prompts.take(4)
-    prompts.learn(outcomes([replace(out, prompt=prompt) for prompt in drawn], torch.ones(1)))
+    prompts.learn(
+        outcomes([replace(out, prompt=prompt) for prompt in drawn], Scorer([lambda completions: []]), alg.grpo())
+    )
     assert prompts._order.weights().tolist() == [0.5] * 4
     mixed = replace(out, rewards=torch.tensor([[0.0], [1.0]]), prompt=drawn[0])  # what is left differs
-    prompts.learn(outcomes([mixed], torch.ones(1)))
+    prompts.learn(outcomes([mixed], Scorer([lambda completions: []]), alg.grpo()))
     assert prompts._order.weights()[rows(drawn)[0]] == 1.0
+
+
+def test_a_rows_signal_is_that_of_its_advantages():
+    two = [lambda completions: [0.0] * len(completions), lambda completions, **columns: [0.0] * len(completions)]
+    cancel = group(["a", "b", "c"], rewards=[[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
+    apart = group(["a", "b", "c"], rewards=[[0.0, 2.0], [1.0, 0.0], [1.0, 0.0]])  # 2 x 0.5 = 1: the sums are equal
+    high = group(["a", "b", "c"], rewards=[[5.0, 0.0], [9.0, 0.0], [7.0, 0.0]])
+    each, clipped = (
+        alg.grpo().replace(advantage=alg.NormalizeThenSum()),
+        alg.rloo().replace(advantage=alg.LeaveOneOut(clip=(-1.0, 1.0))),
+    )
+    signal = lambda one, algorithm, weights: outcomes([one], Scorer(two, weights), algorithm)["0:0"].has_signal
+    assert [signal(cancel, alg.grpo(), [1.0, 1.0]), signal(cancel, each, [1.0, 1.0])] == [False, False]
+    assert [signal(apart, alg.grpo(), [1.0, 0.5]), signal(apart, each, [1.0, 0.2])] == [False, True]
+    assert [signal(high, alg.grpo(), [1.0, 1.0]), signal(high, clipped, [1.0, 1.0])] == [True, False]
+    metrics = [reward_metrics([high], ["x", "y"], [1.0, 1.0], clip=clip) for clip in (None, (-1.0, 1.0))]
+    assert [each["frac_reward_zero_std"].value for each in metrics] == [0.0, 1.0]
 
 
 @pytest.mark.slow

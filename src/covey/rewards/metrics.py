@@ -18,14 +18,15 @@ def reward_metrics(
     names: Sequence[str],
     weights: Tensor | Sequence[float],
     scales: Sequence[Scale | None] | None = None,
+    clip: tuple[float, float] | None = None,
 ) -> dict[str, Metric]:
     """Metrics of scored groups, of which `names` [R] and `weights` [R] are the rewards. No groups: an empty dict.
 
-    `scales` [R] as the scorer knows them; None: as these groups show them.
+    `scales` [R] as the scorer knows them; None: as these groups show them. `clip`: bounds of the sums that advantages see.
 
     `rewards/<name>/mean` and `/std`: over the completions that this reward scored. `reward`, `reward_std`: of the weighted
     sum, over completions that any reward scored. `frac_reward_zero_std`: groups whose weighted sums are all equal; they teach
-    nothing (a lone scored completion has no deviation and is not counted, as in TRL). `groups/all_pass`, `groups/all_fail`:
+    nothing (a lone scored completion has no deviation and is not counted, as in TRL, which counts groups of size 1). `groups/all_pass`, `groups/all_fail`:
     groups of which every scored completion is right, or wrong, by the rewards whose scale is known (`verdicts`); without any
     these two do not exist. `rewards/unscored`: completions that no reward scored. Standard deviations
     have Bessel's correction, as TRL's.
@@ -47,7 +48,7 @@ def reward_metrics(
     metrics["reward_std"] = Spread.of(total)
     metrics["rewards/unscored"] = Mean.of(total.isnan())
     rewards = [group.rewards for group in groups if group.rewards is not None]
-    scored = [_scored_totals(each, weights) for each in rewards]
+    scored = [_scored_totals(each, weights, clip) for each in rewards]
     tied = sum(bool(len(totals) > 1 and totals.max() - totals.min() <= _TIED) for totals in scored)
     metrics["frac_reward_zero_std"] = Mean(tied, len(groups))
     return metrics | _verdict_metrics(rewards, weights, seen_scales(groups, len(names)) if scales is None else scales)
@@ -60,12 +61,17 @@ def totals_of(group: Group, weights: Tensor) -> Tensor:
     return weighted_total(group.rewards, weights)
 
 
-def has_signal(group: Group, weights: Tensor | Sequence[float]) -> bool:
-    """True if any two completions of a scored group have different weighted sums; a tied group has no gradient."""
+def has_signal(
+    group: Group,
+    weights: Tensor | Sequence[float],
+    clip: tuple[float, float] | None = None,
+    rounding: float = _TIED,
+) -> bool:
+    """True if any two completions of a scored group have different weighted sums, within `clip`; a tied group has no gradient."""
     if group.rewards is None:
         raise ValueError("has_signal needs a scored group; pass it through the scorer first.")
-    totals = _scored_totals(group.rewards, torch.as_tensor(weights, dtype=torch.float32))
-    return bool(totals.numel() > 1 and totals.max() - totals.min() > _TIED)
+    totals = _scored_totals(group.rewards, torch.as_tensor(weights, dtype=torch.float32), clip)
+    return bool(totals.numel() > 1 and totals.max() - totals.min() > rounding)
 
 
 def mean_score(group: Group, weights: Tensor | Sequence[float]) -> float:
@@ -77,8 +83,8 @@ def mean_score(group: Group, weights: Tensor | Sequence[float]) -> float:
     return min(max(float(shares.mean()), 0.0), 1.0) if shares.numel() else 0.0
 
 
-def _scored_totals(rewards: Tensor, weights: Tensor) -> Tensor:
-    total = weighted_total(rewards, weights)
+def _scored_totals(rewards: Tensor, weights: Tensor, clip: tuple[float, float] | None) -> Tensor:
+    total = weighted_total(rewards, weights) if clip is None else weighted_total(rewards, weights).clamp(*clip)
     return total[~total.isnan()]  # [<= G]
 
 

@@ -77,17 +77,19 @@ def completion_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
     }
 
 
-def outcomes(groups: Sequence[Group], weights: Tensor) -> dict[str, Outcome]:
+def outcomes(groups: Sequence[Group], scorer: Scorer, algorithm: Algorithm) -> dict[str, Outcome]:
     """Outcome of each prompt by uid, for a curriculum; completions of the policy only."""
-    outcome = lambda group, signal: Outcome(mean_score(group, weights), signal, signal or group.measured is None)
-    return {group.prompt.uid: outcome(group, has_signal(group, weights)) for group in of_policy(groups)}
+    pairs = zip(judged := of_policy(groups), without_signal(judged, scorer, algorithm), strict=True)
+    outcome = lambda each, dull: Outcome(mean_score(each, scorer.weights), not dull, not dull or each.measured is None)
+    return {group.prompt.uid: outcome(group, dull) for group, dull in pairs}
 
 
 def without_signal(groups: Sequence[Group], scorer: Scorer, algorithm: Algorithm) -> list[bool]:
     """True for groups whose weighted sums do not differ, of the rewards as advantages see them."""
     scaled = scorer.combiner(groups, learn=False)
-    scaled = Combiner("group")(scaled) if isinstance(algorithm.advantage, NormalizeThenSum) else scaled
-    return [not has_signal(group, scorer.weights) for group in scaled]
+    if isinstance(algorithm.advantage, NormalizeThenSum):  # rewards that cancel leave rounding of 1
+        return [not has_signal(group, scorer.weights, rounding=1e-6) for group in Combiner("group")(scaled)]
+    return [not has_signal(group, scorer.weights, getattr(algorithm.advantage, "clip", None)) for group in scaled]
 
 
 def with_signal_first(groups: Sequence[Group], scorer: Scorer, algorithm: Algorithm) -> list[Group]:
@@ -104,9 +106,9 @@ def rollout_metrics(
 ) -> dict[str, Metric]:
     """Metrics of a rollout: `drawn` before dynamic sampling, `groups` for the learner, `scaled` with the rewards of the advantages."""
     scorer, trained = parts.scorer, of_policy(groups)
-    scales = scorer.observe(drawn)
+    scales, clip = scorer.observe(drawn), getattr(parts.algorithm.advantage, "clip", None)
     metrics = {
-        **reward_metrics(of_policy(drawn), scorer.names, scorer.weights, scales),
+        **reward_metrics(of_policy(drawn), scorer.names, scorer.weights, scales, clip),
         "groups/drawn": Mean(len(drawn), 1),
         **advantage_shares(scaled, scorer.names, scorer.weights),
         **parts.world.merge({**scorer.take_metrics(), **sampler_metrics(parts.sampler)}),

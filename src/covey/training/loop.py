@@ -85,7 +85,7 @@ def draw(parts: Parts, state: TrainState, prompts: Sequence[Prompt], seconds: di
     groups = parts.draws(prompts, parts.num_generations, parts.sampling_for(state.num_rollouts), seconds)
     groups = through(parts.stages.after_rewards, groups, state.position, seconds)
     groups = parts.world.interleave(groups)
-    parts.prompts.learn(outcomes(groups, parts.scorer.weights))
+    parts.prompts.learn(outcomes(groups, parts.scorer, parts.algorithm))
     return groups
 
 
