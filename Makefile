@@ -7,6 +7,8 @@ STAMP  := $(VENV)/.installed
 DEV    := $(VENV)/.developed
 PEER   := .venv-trl
 VLLM   := .venv-vllm
+# the torch of the tests; pyproject.toml has the range, whose newest is what `pip install covey` brings
+TORCH  := torch==2.13.0
 # a package is compiled when it is imported, but for those of .venv, which every test imports
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 # processes that share the tests: one more than two cores, since a test of a run waits for processes of its own
@@ -32,14 +34,14 @@ install: $(STAMP)        ## Covey and what the demo and the viewer need, in .ven
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --editable ".[peft,view]"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile "$(TORCH)" --editable ".[peft,view]"
 	touch $(STAMP)
 
 dev: $(DEV)              ## every extra, and the tools of the tests
 
 $(DEV): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --progress-bar on --editable ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --progress-bar on "$(TORCH)" --editable ".[dev]"
 	$(BIN)/python -m compileall -q -q -j 0 -x '/tests/|transformers/models/' $(VENV)/lib >/dev/null || true   # on all cores; a family is compiled when it is imported
 	touch $(STAMP) $(DEV)
 
@@ -153,7 +155,7 @@ soak: $(DEV)           ## every known fault against tiny real runs for an hour; 
 
 $(PEER)/.installed:      ## TRL in an environment of its own, to compare with
 	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
-	$(PEER)/bin/python $(INSTALL) "torch==2.13.0" "trl==1.16.0" "peft>=0.17,<1"
+	$(PEER)/bin/python $(INSTALL) "$(TORCH)" "trl==1.16.0" "peft>=0.19.1,<1"
 	touch $@
 
 image:                   ## the container image of docker/Dockerfile: TARGET=cpu or TARGET=cuda
