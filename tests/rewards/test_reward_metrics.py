@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from covey import algorithms as alg
 from covey.errors import RewardError
 from covey.rewards import Scorer, reward, reward_metrics
-from covey.training.credit import completion_metrics
+from covey.runs import evaluations
+from covey.training.credit import completion_metrics, with_advantages
 from covey.types import Mean, merge_metrics
 from kit import completion, group
 
@@ -120,3 +122,28 @@ def test_lengths_are_those_of_completions_that_came():
     assert measured([both, lost]) == measured([both])
     assert measured([both])["completions/min_length"] == 1.0
     assert all(math.isnan(value) for value in measured([lost]).values())
+
+
+def test_a_judge_that_is_out_for_a_group_lowers_no_mean():
+    def judge(completions, prompts):
+        if "out" in prompts:
+            raise ConnectionError("judge is down")
+        return [1.0] * len(completions)
+
+    def style(completions):
+        return [None if text == "none" else 0.5 for text in completions]
+
+    scorer = Scorer([judge, style])
+    scored = scorer.score([group(["a", "none"], uid="0:0"), group(["b", "c"], uid="0:1", question="out")])
+    metrics = reward_metrics(scored, ["judge", "style"], [1.0, 1.0])
+    assert metrics["reward"].value == 1.25  # 1.5, and 1 of an abstention; the sums without the judge would be 0.5
+    assert metrics["rewards/style/mean"].count == 3
+    assert metrics["rewards/unscored"].value == 0.0
+    assert [total for each in scored for total in with_advantages([each], alg.grpo(), scorer.weights)[0].totals] == [
+        1.5,
+        1,
+        0.5,
+        0.5,
+    ]
+    rows = evaluations.rows_of(scored, ["judge", "style"], [1.0, 1.0])
+    assert [row["reward"] for row in rows] == [1.5, 1.0, None, None]

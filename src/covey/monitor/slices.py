@@ -8,7 +8,7 @@ from torch import Tensor
 
 from covey.data.features.language import LANGUAGES, language
 from covey.errors import ConfigError, did_you_mean
-from covey.rewards.metrics import totals_of
+from covey.rewards.metrics import complete_totals
 from covey.rewards.scales import Scale, seen_scales, verdicts
 from covey.types import Bound, Group, Mean, Metric, Sum
 
@@ -137,7 +137,7 @@ class Slices:
 
 def _measure(group: Group, weights: Tensor, scales: Sequence[Scale | None]) -> dict[str, tuple[float, float]]:
     """Sum and count of each metric over one group's completions."""
-    total = totals_of(group, weights)  # [G]
+    total = complete_totals(group, weights)  # [G]
     scored = ~total.isnan()
     sums = {
         "reward": (float(total.nan_to_num(0.0).sum()), float(scored.sum())),

@@ -25,7 +25,7 @@ def reward_metrics(
     `scales` [R] as the scorer knows them; None: as these groups show them. `clip`: bounds of the sums that advantages see.
 
     `rewards/<name>/mean` and `/std`: over the completions that this reward scored. `reward`, `reward_std`: of the weighted
-    sum, over completions that any reward scored. `frac_reward_zero_std`: groups whose weighted sums are all equal; they teach
+    sum, over completions that any reward scored (`complete_totals`). `frac_reward_zero_std`: groups whose weighted sums are all equal; they teach
     nothing (a lone scored completion has no deviation and is not counted, as in TRL, which counts groups of size 1). `groups/all_pass`, `groups/all_fail`:
     groups of which every scored completion is right, or wrong, by the rewards whose scale is known (`verdicts`); without any
     these two do not exist. `rewards/unscored`: completions that no reward scored. Standard deviations
@@ -44,8 +44,9 @@ def reward_metrics(
         column = measured[:, index]
         metrics[f"rewards/{name}/mean"] = Mean.of(column, ~column.isnan())
         metrics[f"rewards/{name}/std"] = Spread.of(column)
-    metrics["reward"] = Mean.of(total, ~total.isnan())
-    metrics["reward_std"] = Spread.of(total)
+    whole = torch.cat([complete_totals(group, weights) for group in groups])  # [N]
+    metrics["reward"] = Mean.of(whole, ~whole.isnan())
+    metrics["reward_std"] = Spread.of(whole)
     metrics["rewards/unscored"] = Mean.of(total.isnan())
     rewards = [group.rewards for group in groups if group.rewards is not None]
     scored = [_scored_totals(each, weights, clip) for each in rewards]
@@ -59,6 +60,14 @@ def totals_of(group: Group, weights: Tensor) -> Tensor:
     if group.rewards is None:
         return torch.full((group.size,), torch.nan)
     return weighted_total(group.rewards, weights)
+
+
+def complete_totals(group: Group, weights: Tensor) -> Tensor:
+    """[G], `totals_of`; in a group on which a reward failed, NaN where one of the rewards is missing, whose sum would be lower by it."""
+    totals = totals_of(group, weights)
+    if group.measured is None:
+        return totals
+    return totals.masked_fill((group.measured.isnan() & (weights != 0)).any(-1), torch.nan)
 
 
 def has_signal(
