@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.errors import RewardError
 from covey.process.cluster import connected
+from covey.rewards.calling.state_log import log_of
 from covey.rewards.calling.workers import LOGS, WorkerDied, light_state
 from covey.rewards.decorators import CallOptions, call_options_of, mark
 
@@ -74,7 +75,9 @@ class OnRay:
     def __call__(self, **keywords: Any) -> Any:
         ray = connected("on_ray", "call the reward without on_ray")
         if "trainer_state" in keywords:
+            log, count = log_of(keywords["trainer_state"])
             keywords["trainer_state"] = light_state(keywords["trainer_state"])
+            keywords["trainer_state"].log_history = log[:count]
         logs = {name: keywords.pop(name) for name in LOGS if name in keywords}
         bounds = [(0, 1)] if self.options.is_singular else _bounds(keywords["prompts"], self.replicas)
         if not self.takes_prompts:

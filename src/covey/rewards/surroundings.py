@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from covey.process.ordered_sums import ordered_sums
+from covey.rewards.calling.state_log import with_log
 from covey.types import Event
 
 _FIXED = frozenset({str, int, float, bool, bytes, complex, type(None)})
@@ -37,13 +38,10 @@ def copied_state(trainer_state: Any) -> Any:
     if trainer_state is None:
         return None
     try:
-        mine = copy.copy(trainer_state)
-        for name, value in list(vars(mine).items()):
-            # thousands of dicts of numbers: one copy each, without looking into them
-            setattr(mine, name, [dict(line) for line in value] if name == "log_history" else _copy(value, {}))
+        rest = {name: _copy(value, {}) for name, value in vars(trainer_state).items() if name != "log_history"}
+        return with_log(type(trainer_state), rest, getattr(trainer_state, "log_history", None))
     except Exception:  # noqa: BLE001 - a state of the caller's own making
         return trainer_state
-    return mine
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:

@@ -1,9 +1,10 @@
 """Asynchronous checkpointing: a run pauses for a copy in memory; the disk is written in the background."""
 
 import copy
+import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -273,4 +274,18 @@ def _write(
     look()
     write_model(folder, model, tokenizer, weights)
     expect_adapter_reloads(model, folder, weights)
-    trainer_state.save_to_json(str(folder / "trainer_state.json"))
+    write_trainer_state(folder / "trainer_state.json", trainer_state)
+
+
+def write_trainer_state(path: Path, trainer_state: TrainerState) -> None:
+    """Write transformers' `trainer_state.json`, an entry of the log a line.
+
+    Every checkpoint holds the whole log; transformers' `save_to_json` copies it deeply and takes eight times as long.
+    """
+    text = json.dumps(asdict(replace(trainer_state, log_history=[])), indent=2, sort_keys=True)
+    head, name, tail = text.partition('\n  "log_history": [')  # no text within JSON has a line break
+    with path.open("w", encoding="utf-8") as file:
+        file.write(head + name)
+        for number, entry in enumerate(trainer_state.log_history):
+            file.write((",\n    " if number else "\n    ") + json.dumps(entry, sort_keys=True))
+        file.write(tail + "\n")

@@ -35,6 +35,7 @@ from covey.training.hooks import TransformersInterface, refuse_set_hook
 from covey.training.loop import Steps, to_the_end
 from covey.training.parts import Parts
 from covey.training.recording import weights_to_write, write_model
+from covey.training.saving import write_trainer_state
 
 _SHOWN_OPTIONS = frozenset(
     name for group, names in GROUPS.items() if group not in ("output", "hub", "alerts") for name in names
@@ -315,7 +316,7 @@ class TRLInterface(TransformersInterface):
         if self.world.is_main:
             with as_disk_errors("trainer_state.json", self.output_dir, self.output_dir, REFUSALS):
                 self.output_dir.mkdir(parents=True, exist_ok=True)
-                self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
+                write_trainer_state(self.output_dir / "trainer_state.json", self.state)
 
     def create_model_card(
         self,

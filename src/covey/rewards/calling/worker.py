@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, BinaryIO
 
+from covey.rewards.calling.state_log import with_log
 from covey.rewards.raised import text_of, traceback_of
 
 _PR_SET_PDEATHSIG = 1
@@ -30,10 +31,16 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle
     connection = socket.socket(fileno=descriptor).makefile("rwb")
     reward: Any = None
+    log: list[dict[str, Any]] = []
     while (request := _read(connection)) is not None:
         if "load" in request:
             reply, reward = _load(request["load"])
         else:
+            start, entries = request["log"]
+            log[start:] = entries
+            if "trainer_state" in request["keywords"]:
+                state = request["keywords"]["trainer_state"]
+                request["keywords"]["trainer_state"] = with_log(type(state), vars(state), log)
             with os.fdopen(os.dup(trace), "wb") as file:
                 reply = _call(reward, request, file)
         _write(connection, reply)

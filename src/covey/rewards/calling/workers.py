@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from covey.errors import RewardError
 from covey.process.spawner import WorkerProcesses, start_module
 from covey.rewards.calling.deadline import DeadlineError
+from covey.rewards.calling.state_log import log_of
 
 if TYPE_CHECKING:
     from covey.rewards.contract import Logged, RewardSpec
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 INSIDE = "COVEY_REWARD_WORKER"
 """Set in a worker's environment, where no scorer may be built: a script without a guard would train a second time."""
 LOGS = ("log_extra", "log_metric")
+Log = tuple[list[dict[str, Any]], int]
 _START_SECONDS = 120.0
 _LARGEST_REPLY = 256 * 2**20
 
@@ -61,15 +63,18 @@ class WorkerPool:
     def __init__(self, name: str, reward: Any, size: int = 1) -> None:
         self.processes = WorkerProcesses(partial(_Worker, name, packed(name, reward)), size)
 
-    def call(self, keywords: dict[str, Any], logs: tuple[str, ...], seconds: float | None) -> dict[str, Any]:
-        """`{"values", "extras", "metrics", "seconds"}` of one call.
+    def call(
+        self, keywords: dict[str, Any], logs: tuple[str, ...], seconds: float | None, log: Log = ([], 0)
+    ) -> dict[str, Any]:
+        """`{"values", "extras", "metrics", "seconds"}` of one call. `log`: of the trainer's state, as from `log_of`.
 
         Raises WorkerError when the reward raised, WorkerDied when its process ended, DeadlineError past `seconds` (`None` or infinity: never), and
         RewardError when the worker cannot load the reward.
         """
         seconds = None if seconds == float("inf") else seconds
         with self.processes.worker() as worker:
-            reply = worker.ask({"keywords": keywords, "logs": logs, "seconds": seconds}, seconds)
+            request = {"keywords": keywords, "logs": logs, "seconds": seconds, "log": worker.unsent(*log)}
+            reply = worker.ask(request, seconds)
         if "error" in reply:
             raise WorkerError(reply["error"], reply["said"], reply["traceback"])
         return reply
@@ -84,6 +89,8 @@ class _Worker:
 
     def __init__(self, name: str, load: dict[str, Any]) -> None:
         self.name, self.load = name, load
+        self._sent: tuple[int, Any] = (0, None)
+        """Entries of the state's log that the process has, and the newest."""
         self.socket, theirs = socket.socketpair()
         self.trace = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
         words = (theirs.fileno(), os.getpid(), self.trace.fileno())
@@ -102,6 +109,13 @@ class _Worker:
                 f"reward {self.name!r} cannot be loaded in a worker process: {reply['error']}: {reply['said']}. Put it in a "
                 "file that can be imported by itself (a script needs `if __name__ == '__main__':` around what trains)."
             )
+
+    def unsent(self, entries: list[dict[str, Any]], count: int) -> tuple[int, list[dict[str, Any]]]:
+        """Entries of a log that the process lacks, and their place: all where the log is another one now."""
+        num, newest = self._sent
+        start = num if 0 < num <= count and entries[num - 1] is newest else 0
+        self._sent = count, entries[count - 1] if count else None
+        return start, entries[start:count]
 
     def ask(self, request: dict[str, Any], seconds: float | None) -> dict[str, Any]:
         until = None if seconds is None else time.monotonic() + seconds
@@ -203,10 +217,9 @@ def isolated(spec: RewardSpec) -> RewardSpec:
 
 
 def light_state(trainer_state: Any) -> SimpleNamespace:
-    """The plain numbers and texts of the state, and its log: a worker need not import transformers to read them."""
-    is_plain = lambda name, value: value is None or isinstance(value, int | float | str) or name == "log_history"
+    """The plain numbers and texts of the state, without its log: a worker need not import transformers to read them."""
     values = vars(trainer_state or SimpleNamespace()).items()
-    return SimpleNamespace(**{name: value for name, value in values if is_plain(name, value)})
+    return SimpleNamespace(**{name: value for name, value in values if isinstance(value, int | float | str | None)})
 
 
 def _is_importable(module: str) -> bool:
@@ -234,7 +247,8 @@ def call_in_worker(pool: WorkerPool, keywords: dict[str, Any], logged: Logged, l
     plain = {name: value for name, value in keywords.items() if name not in LOGS}
     if "trainer_state" in plain:
         plain["trainer_state"] = light_state(plain["trainer_state"])
-    reply = pool.call(plain, tuple(name for name in LOGS if name in keywords), limit)
+    log = log_of(keywords.get("trainer_state"))
+    reply = pool.call(plain, tuple(name for name in LOGS if name in keywords), limit, log)
     for column, values in reply["extras"].items():
         logged.extra(column, values)
     for name, value in reply["metrics"]:
