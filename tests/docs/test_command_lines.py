@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from covey.algorithms import from_name
 from covey.cli import VERBS
 from covey.cli.flags import read_flags
 from covey.cli.verb import _ALWAYS, Verb
@@ -21,7 +22,7 @@ FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 
 def lines_of(page):
-    """Command lines of its blocks and of its text, without those that leave something out (`...`)."""
+    """Command lines of its blocks and of its text; `covey train ...` stands for what a run needs, other gaps are left out."""
     text = page.read_text()
     blocks = [body for language, body in FENCED.findall(text) if language in ("", "bash", "sh", "console")]
     indented = re.findall(r"(?:^    .*\n)+", text, flags=re.MULTILINE)
@@ -31,7 +32,8 @@ def lines_of(page):
         f"{span} VALUE" if re.search(r" --[a-z-]+$", span) else span for span in spans
     ]  # an option named without one
     started = [re.search(r"(?:^|-m )(covey .*)", line.strip()) for line in fenced]
-    return [line for line in (*(found[1] for found in started if found), *spans) if "..." not in line]
+    whole = (re.sub(r"^(covey \w+) \.\.\.", r"\1", line) for line in (*(one[1] for one in started if one), *spans))
+    return [line for line in whole if "..." not in line]
 
 
 COMMANDS = sorted({(page.relative_to(ROOT).as_posix(), line) for page in PAGES for line in lines_of(page)})
@@ -64,13 +66,15 @@ def read(line):
 
 
 def test_there_are_lines_to_read():
-    assert len(COMMANDS) > 80
+    assert len(COMMANDS) > 240
 
 
 def refusal_of(line):
     """The sentence with which a line is refused; None if it is understood."""
     try:
-        read(line)
+        algorithm = str(read(line).get("algorithm", "grpo"))
+        if ".py:" not in algorithm:
+            from_name(algorithm)
     except (ConfigError, AssertionError) as error:
         return str(error)
     return None
@@ -84,6 +88,10 @@ def test_every_command_line_of_the_pages_is_understood():
 def test_a_renamed_option_is_noticed():
     with pytest.raises(ConfigError, match="--learning-rte is not an option here"):
         read("covey train --config run.yaml --learning-rte 1")
+
+
+def test_a_renamed_part_of_an_algorithm_is_noticed():
+    assert "Did you mean distill" in refusal_of("covey train --algorithm \"mopd, regularizer=distil(teacher='a')\"")
 
 
 @pytest.mark.parametrize("page", ["from-verl.md", "from-unsloth.md"])
