@@ -81,6 +81,29 @@ def test_a_name_of_the_hub_is_not_looked_for_here(tmp_path, monkeypatch):
         refuse_missing("runs/nosuch", "model folder")
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "reward train --model runs/judg --dataset pairs.jsonl -o runs/new",
+        "reward test --reward runs/judg --dataset pairs.jsonl",
+        "features pairs.jsonl --features embedding --embedding-model runs/judg --output graded.jsonl",
+        "env check games.py:Game --model runs/judg",
+    ],
+)
+def test_a_misspelt_folder_of_a_model_is_named_by_every_command(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "judge").mkdir(parents=True)
+    (tmp_path / "pairs.jsonl").write_text(
+        '{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "d", "chosen": "b", "rejected": "c"}\n'
+    )
+    (tmp_path / "games.py").write_text(
+        "class Game:\n    def reset(self): ...\n    def go(self, to: str) -> str:\n"
+        '        """Go.\n\n        Args:\n            to: where\n        """\n        return "x"\n'
+    )
+    assert main(line.split()) == 2
+    assert "'runs/judg' does not exist. Did you mean judge?" in capsys.readouterr().err
+
+
 def test_one_value_stands_for_a_list_of_one(tmp_path, capsys):
     (tmp_path / "x.yaml").write_text("model: demo\ndataset: demo\nreward: math\nreport_to: none\nmetrics_by: answer\n")
     assert main(["train", str(tmp_path / "x.yaml"), "--print-config"]) == 0

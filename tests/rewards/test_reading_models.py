@@ -92,7 +92,7 @@ def test_a_reward_of_the_users_with_a_word_of_its_own_for_frozen_is_left_alone()
 
 
 def test_a_model_that_is_not_there_or_has_no_head_is_told(tmp_path):
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match="does not exist"):
         resolve(f"classifier(model={str(tmp_path / 'none')!r}, label=0)")
     tiny_model().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)

@@ -111,20 +111,18 @@ def _problems(report: EnvironmentReport, tokens: tuple[int, int | None] | None) 
 
 def _tokens(report: EnvironmentReport, name: str) -> tuple[int, int | None]:
     """Tokens of the longest episode by the model's chat template, and the model's context."""
-    from transformers import AutoConfig, AutoTokenizer
+    from covey.models import config_of, load_tokenizer
+    from covey.runs.weights import model_folder
 
-    from covey.cli.checkpoints import model_folder
-    from covey.models import resolve_source
-
-    source = resolve_source(model_folder(name))
-    tokenizer: Any = AutoTokenizer.from_pretrained(source)
+    source = model_folder(name)
+    tokenizer = load_tokenizer(None, source)
     if tokenizer.chat_template is None:
         raise ConfigError(f"The tokenizer of {name} has no chat template, so an episode's tokens cannot be counted.")
     longest = max(
         len(tokenizer.apply_chat_template(list(walk.messages), tokenize=True, return_dict=False))
         for walk in report.walks
     )
-    context = getattr(AutoConfig.from_pretrained(source).get_text_config(), "max_position_embeddings", None)
+    context = getattr(config_of(source).get_text_config(), "max_position_embeddings", None)
     return longest, context
 
 

@@ -234,7 +234,7 @@ def _reset(instance: Any, row: Mapping[str, Any]) -> Observation:
         observation = instance.reset(**{name: value for name, value in row.items() if takes_all or name in parameters})
     except Exception as error:
         raise DataError(
-            f"reset() of {type(instance).__name__} raised {type(error).__name__}: {error}; it gets the row's columns by name."
+            f"reset() of {type(instance).__name__} raised {type(error).__name__}: {error}; it gets the row's columns by name (in covey env check those of --row)."
         ) from error
     is_parts = isinstance(observation, list | tuple) and all(isinstance(part, Mapping) for part in observation)
     if observation is not None and not isinstance(observation, str) and not is_parts:

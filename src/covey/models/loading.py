@@ -170,6 +170,7 @@ def as_model_errors(name: Any, kwargs: Mapping[str, Any] | None = None) -> Itera
 
     So do missing packages that a model's code needs. Out-of-memory errors, and errors of Covey itself, pass unchanged.
     """
+    refuse_missing(str(name), "model folder")
     with bounded_hub(str(name)) as is_reachable:
         try:
             yield

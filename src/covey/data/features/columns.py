@@ -16,6 +16,7 @@ from torch import Tensor
 from covey.data.features.language import language
 from covey.data.rendering import prompt_text
 from covey.errors import DataError, ModelError, did_you_mean
+from covey.files.places import refuse_missing
 from covey.process.counting import counted
 
 FEATURES: Mapping[str, str] = {
@@ -127,6 +128,7 @@ class Embedder:
         """The model in a folder or of a hub id. Raises ModelError where there is none."""
         from transformers import AutoModel, AutoTokenizer
 
+        refuse_missing(str(name), "model folder")
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(name))
             model = AutoModel.from_pretrained(str(name))

@@ -15,6 +15,7 @@ from torch import Tensor
 from covey.data.rendering import chat_ids, spells_control
 from covey.data.tokenizer import expect_words
 from covey.errors import ModelError, RewardError, TooLongError, message_of
+from covey.files.places import refuse_missing
 from covey.models import quiet_bars
 from covey.rewards.adaptive_batches import AdaptiveBatches
 from covey.rewards.builtin.text import clean
@@ -144,6 +145,7 @@ def load_model(auto: str, source: str, noun: str, **options: Any) -> tuple[Any, 
     """A model by transformers' class `auto`, and the names of weights that its files lack. Raises ModelError."""
     import transformers
 
+    refuse_missing(source, noun)
     try:
         with quiet_bars():
             model, info = getattr(transformers, auto).from_pretrained(source, output_loading_info=True, **options)
