@@ -61,8 +61,8 @@ class Settings:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give 1 or more.")
         if not 2 <= self.batch_size <= self.scores_per_candidate:
             raise ConfigError(
-                f"a step takes {self.batch_size} conversations and a candidate {self.scores_per_candidate}; give at least 2 for a "
-                "step, whose mean score is the baseline, and at least as many for a candidate."
+                f"a step takes {self.batch_size} conversations (--per-device-train-batch-size) and a candidate {self.scores_per_candidate} "
+                "(--scores-per-candidate); give at least 2 for a step, whose mean score is the baseline, and as many or more for a candidate."
             )
         if not self.rewards:
             raise ConfigError("learning needs a reward that scores the fixed set; give --reward.")
