@@ -32,7 +32,9 @@ def test_the_blocks_are_those_that_torch_finds_by_looking_at_every_pair(layouts)
     mask = mask_of(layouts, torch.device("cpu"))
     size = mask.seq_lengths[0]
     dense = create_block_mask(_KeyRanges.of(layouts).allows(), None, None, size, size, device="cpu")
-    for counts, order in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")):
+    for kind in ("kv", "full_kv", "q", "full_q"):  # keys of a block of queries, and queries of a block of keys
+        counts, order = f"{kind}_num_blocks", f"{kind}_indices"
+        assert getattr(mask, order).is_contiguous()
         assert torch.equal(getattr(mask, counts), getattr(dense, counts))
         for row, count in enumerate(getattr(mask, counts)[0, 0].tolist()):
             found, wanted = (getattr(one, order)[0, 0, row, :count].sort().values for one in (mask, dense))

@@ -166,12 +166,10 @@ def mask_of(layouts: Sequence[Layout], device: torch.device, window: Window | No
     spans = ((seen.part_start, place + 1), (seen.first, seen.last))
     touched, whole = (_blocks(place, spans, is_whole) for is_whole in (False, True))
     is_full = whole == BLOCK
-    counts, order = _ordered((touched > 0) & ~is_full, device)
-    full_counts, full_order = _ordered(is_full, device)
-    return BlockMask.from_kv_blocks(
-        counts, order, full_counts, full_order,
-        BLOCK_SIZE=BLOCK, mask_mod=seen.to(device).allows(), seq_lengths=(size, size),
-    )  # fmt: skip
+    of_queries = (touched > 0) & ~is_full, is_full
+    of_keys = (blocks.T.contiguous() for blocks in of_queries)  # torch's `from_kv_blocks` makes these on the device
+    kv, full_kv, q, full_q = (_ordered(blocks, device) for blocks in (*of_queries, *of_keys))
+    return BlockMask((size, size), *kv, *full_kv, *q, *full_q, (BLOCK, BLOCK), seen.to(device).allows())
 
 
 def _blocks(place: Tensor, spans: Sequence[tuple[Tensor, Tensor]], is_whole: bool) -> Tensor:
@@ -180,14 +178,14 @@ def _blocks(place: Tensor, spans: Sequence[tuple[Tensor, Tensor]], is_whole: boo
     A token counts once for each span of keys (first, end); spans do not overlap.
     """
     count = place.shape[0] // BLOCK
-    steps = torch.zeros(count, count + 1, dtype=torch.long)
+    steps = torch.zeros(count * (count + 1), dtype=torch.long)
     for start, stop in spans:
         begin = (start + BLOCK - 1 if is_whole else start) // BLOCK
         end = stop // BLOCK if is_whole else (stop + BLOCK - 1) // BLOCK
         end = torch.where(stop > start, torch.maximum(end, begin), begin)
         for edge, change in ((begin, 1), (end, -1)):
-            steps.index_put_((place // BLOCK, edge), torch.tensor(change), accumulate=True)
-    return steps.cumsum(1)[:, :count]
+            steps += change * torch.bincount(place // BLOCK * (count + 1) + edge, minlength=len(steps))
+    return steps.view(count, count + 1).cumsum(1)[:, :count]
 
 
 def _ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
