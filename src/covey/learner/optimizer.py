@@ -12,7 +12,7 @@ from covey.learner.shard_optimizer import is_bitsandbytes, on_shards, select_ove
 from covey.models import first_line
 from covey.process.lean import imported
 from covey.process.memory import is_out_of_memory, release
-from covey.process.sharding import are_split, is_sharded
+from covey.process.sharding import are_split, is_sharded, local
 
 _STATES = {torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.Adagrad: 1, torch.optim.RMSprop: 1}
 """State tensors per parameter, by optimizer class; the check skips others."""
@@ -205,9 +205,8 @@ def clip(parameters: Sequence[torch.nn.Parameter], norm: float, limit: float) ->
     """Scale gradients with total norm `norm` down to `limit`."""
     if norm <= limit:
         return
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(limit / (norm + 1e-6))
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    torch._foreach_mul_(gradients, limit / (norm + 1e-6))  # a few launches, not one a tensor
 
 
 class LossScaler(torch.amp.GradScaler):
