@@ -36,6 +36,13 @@ def test_logs_come_every_logging_steps_and_once_at_the_end(run):
     assert "train_runtime" in run.trainer.state.log_history[-1]
 
 
+def test_entries_of_the_log_share_the_texts_of_their_names(run):
+    """A quarter of what the log of a long run holds in memory."""
+    first, second = [e for e in run.trainer.state.log_history if "loss" in e and "train_loss" not in e]
+    own = {name: name for name in first}
+    assert [name for name in second if name in own and own[name] is not name] == []
+
+
 def test_callbacks_hear_the_same_logs(run):
     assert [set(one) for one in run.listener.logs] == [set(e) - {"step"} for e in run.trainer.state.log_history]
 

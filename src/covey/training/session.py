@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -231,7 +232,7 @@ class Session:
 
     def log(self, logs: Mapping[str, float]) -> None:
         """Add an entry to `log_history` and pass it to the trackers."""
-        entry = dict(logs)
+        entry = {sys.intern(str(name)): value for name, value in logs.items()}  # one text of a name for all entries
         if self.trainer_state.epoch is not None:
             entry["epoch"] = round(self.trainer_state.epoch, 6)
         self.trainer_state.log_history.append({**entry, "step": self.trainer_state.global_step})
