@@ -140,6 +140,14 @@ def test_held_out_results_and_groups_without_signal_are_in_the_table(page: Any, 
     assert row.locator("td[data-label='groups without signal']").inner_text() == "0.250"
 
 
+def test_a_narrow_window_sorts_runs_by_name_too(page: Any, address: str) -> None:
+    page.set_viewport_size({"width": 400, "height": 800})
+    go(page, address, "runs")
+    page.get_by_role("button", name="run", exact=True).click()
+    names = [link.inner_text() for link in page.locator("tbody tr a").all() if link.inner_text().startswith("seed-")]
+    assert names == ["seed-2", "seed-1", "seed-0"]
+
+
 def test_held_out_curves_and_each_reward_are_drawn_at_first(page: Any, address: str) -> None:
     go(page, address, "curves", "seed-0")
     shown = [figure.get_attribute("data-metric") for figure in page.locator("figure").all()]

@@ -25,6 +25,7 @@ const COLUMNS = [
   { name: "tags", value: (run) => noteOf(run).tags, cell: (run) => editor(run, "tags"), isShown: true },
   { name: "notes", value: (run) => noteOf(run).notes, cell: (run) => editor(run, "notes"), isShown: true },
 ];
+const NAME = { name: "run", value: (run) => run.name };
 const GROUPS = {
   "no groups": null, model: (run) => run.model, data: (run) => run.data, algorithm: (run) => run.algorithm, state: (run) => run.state,
   tags: (run) => noteOf(run).tags, "same but for the seed": (run) => run.family,
@@ -62,7 +63,7 @@ export function runsPage(main) {
     const columns = shownColumns();
     const chosen = new Set(chosenRuns());
     const focused = active?.dataset?.run;
-    fill(heads, h("th", {}, h("span", { class: "unseen" }, "shown")), h("th", {}, "run"), columns.map((column) =>
+    fill(heads, h("th", {}, h("span", { class: "unseen" }, "shown")), [NAME, ...columns].map((column) =>
       h("th", { class: column.isNumber ? "number" : null, "aria-sort": kept.sort === column ? (kept.descending ? "descending" : "ascending") : null },
         h("button", { class: "plain", onclick: () => { kept.descending = kept.sort === column ? !kept.descending : true; kept.sort = column; draw(); } }, column.name))));
     const rows = shared.runs.filter((run) => textOf(run).includes(kept.wanted));
