@@ -36,12 +36,11 @@ class Rows(Protocol):
     replies: Tensor | None
     experts: Tensor | None
     seen: Tensor | None
+    open: dict[int, RunningGroup]
     expect_media: Callable[[Prompt], None]
 
     @property
     def cache(self) -> KVCache: ...
-
-    def group(self, slot: int) -> RunningGroup: ...
 
 
 def answer_rows(scheduler: Rows, stops: Tensor) -> Tensor:
@@ -75,7 +74,7 @@ def answer_rows(scheduler: Rows, stops: Tensor) -> Tensor:
 def _enter_seen(scheduler: Rows, row: int, column: list[int], answer: Answer) -> None:
     """Prefill an answer with media: embedded in the row's whole conversation, which the model numbers by its media."""
     output_row = column[OUTPUT_ROW]
-    whole = scheduler.group(column[SLOT]).answered(
+    whole = scheduler.open[column[SLOT]].answered(
         output_row, scheduler.tokens[output_row, : column[WRITTEN]].tolist(), answer
     )
     scheduler.expect_media(whole)
@@ -107,7 +106,7 @@ def _place_answer(scheduler: Rows, row: int, column: list[int], answer: Sequence
 
 
 def _turn(scheduler: Rows, column: list[int], table: Tensor) -> Turn:
-    group, output_row, written = scheduler.group(column[SLOT]), column[OUTPUT_ROW], column[WRITTEN]
+    group, output_row, written = scheduler.open[column[SLOT]], column[OUTPUT_ROW], column[WRITTEN]
     ids, sample = scheduler.tokens[output_row, :written].tolist(), group.output_rows.index(output_row)
     is_written = (table[output_row, :written] < 0).tolist()
     return Turn.of(group.request.prompt, sample, ids, is_written, scheduler.tokenizer)

@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 
 from covey.kernels import TritonDecode
-from covey.rollout.answers import answer_rows
-from covey.rollout.batches import DecodeBatch
 from covey.rollout.kernel_choice import AttentionChoice, draws_in_kernels
-from covey.rollout.requests import LIMIT, OUTPUT_ROW, POSITION, TOKEN, WRITTEN, GroupRequest, RunningGroup
-from covey.rollout.sampling import Draw, draw
+from covey.rollout.requests import LIMIT, OUTPUT_ROW, POSITION, TOKEN, WRITTEN, GroupRequest
 from covey.rollout.scheduler import Scheduler
 from covey.rollout.static_buffers import StaticState
-from covey.rollout.static_kv_cache import NEVER, Attention, StaticKVCache, rows_for
+from covey.rollout.static_kv_cache import NEVER, Attention, StaticKVCache
 from covey.rollout.truncation import kernel_options
 from covey.types import Group
 
@@ -31,7 +28,7 @@ PATIENCE = 16
 """... and at the latest after this many checks."""
 TABLES = (
     "rows", "tokens", "logprobs", "uniforms", "is_eos", "banned", "replies", "seen", "no_output", "live",
-    "stopped", "is_reply", "experts",
+    "stopped", "experts",
 )  # fmt: skip
 """Tensors of a scheduler that a decode step reads or writes."""
 
@@ -57,20 +54,8 @@ class GraphScheduler(Scheduler):
         )
         self.window = 1 if self.environment is not None or self.params.stop else WINDOW
         self.looks, self.steps = 0, 0
-        self.due: list[
-            tuple[GroupRequest, int]
-        ] = []  # number of steps after which all rows of a running group have ended
         self.ended = LateCount()
-        device, rows = self.forward.device, rows_for(self.max_rows, self.max_rows)
-        self.no_output = torch.tensor(len(self.tokens), device=device)  # output row for the tokens of padding rows
-        self.tokens, self.logprobs, self.uniforms = map(_with_one_more, (self.tokens, self.logprobs, self.uniforms))
-        self.replies = None if self.replies is None else _with_one_more(self.replies, -1)
-        self.experts = None if self.experts is None else torch.cat([self.experts, self.experts[:1]])
-        self.rows = torch.zeros(6, rows, dtype=torch.int64, device=device)
-        self.seen = None if self.seen is None else self.seen.new_zeros(rows, self.seen.shape[1])
-        self.live = torch.zeros(rows, dtype=torch.bool, device=device)  # running and not finished
-        self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)  # ended by itself
-        self.is_reply = torch.zeros(rows, dtype=torch.bool, device=device)  # the last token comes from an environment
+        self.stopped = torch.zeros_like(self.live)  # ended by itself, and still in the batch
         self.weights = self.forward.capture_key()
         shapes = []
         for name in TABLES:
@@ -101,15 +86,9 @@ class GraphScheduler(Scheduler):
         )
 
     def _place(self, request: GroupRequest, slot: int) -> None:
-        rows = slice(self.num_rows, self.num_rows + self.n)
         super()._place(request, slot)
-        self.live[rows], self.stopped[rows] = True, False
-        self.due.append((request, self.steps + request.limit))
+        self.open[slot].last_step = self.steps + request.limit
         self.ended.forget()
-
-    def _finish(self, group: RunningGroup) -> Group:
-        self.due = [(request, steps) for request, steps in self.due if request is not group.request]
-        return super()._finish(group)
 
     # -- decode steps -----------------------------------------------------------------------------------------------
 
@@ -121,19 +100,24 @@ class GraphScheduler(Scheduler):
         for _ in range(self.window):
             self._one(rows)
         cache.advance(self.window)
+        live, stopped = self.live[: self.num_rows], self.stopped[: self.num_rows]
         if self.window == 1:
-            self._judge()
+            ends, stops = self._judge()
+            live &= ~ends
+            stopped |= stops
         self.steps += self.window
-        ends = ~self.live[: self.num_rows]
         # the host waits for the steps before these, but for those in which it knows that a group ends
-        is_due = self.window == 1 or any(self.steps >= steps for _, steps in self.due)
-        num_ended = int(ends.sum()) if is_due else self.ended.next(ends.sum())
+        is_due = self.window == 1 or any(self.steps >= group.last_step for group in self.open.values())
+        over = ~live
+        num_ended = int(over.sum()) if is_due else self.ended.next(over.sum())
         self.looks += 1
         if not num_ended or (num_ended <= self.num_rows // FEW and self.looks < PATIENCE):
             return []
         self.looks = 0
         self.ended.forget()
-        return self._retire(ends, self.stopped[: self.num_rows].clone())
+        finished = self._retire(over, stopped)
+        self.stopped.zero_()
+        return finished
 
     def _one(self, rows: int) -> None:
         """One decode step of the first `rows` rows.
@@ -142,46 +126,21 @@ class GraphScheduler(Scheduler):
         """
         key, epoch = (rows, self.cache.layout, self.fixed), (self.weights, self.static.buffers.moves)
         if not self.draws and self.params.top_p < 1 and not self.params.is_greedy:
-            self._write(self.static.steps.run(key, epoch, lambda: self._forward(rows)), rows)
+            self._write(self.static.steps.run(key, epoch, lambda: self._forward(rows)))
         else:
-            self.static.steps.run(key, epoch, lambda: self._write(self._forward(rows), rows))
+            self.static.steps.run(key, epoch, lambda: self._write(self._forward(rows)))
 
-    def _forward(self, rows: int) -> Tensor:
-        """[rows, V] logits. Tensors only: no synchronization, so that it can be captured."""
-        self.cache.begin_step()
-        logits = self.forward.decode(self.rows[TOKEN, :rows], self.rows[POSITION, :rows], DecodeBatch(self.cache))
-        if self.experts is not None and self.forward.routers is not None:
-            row, live = self.rows[:, :rows], self.live[:rows]
-            output_row = torch.where(live, row[OUTPUT_ROW], self.no_output)
-            self.experts[output_row, row[WRITTEN] * live] = self.forward.routers.taken()
-        self.cache.end_step()
-        return logits
-
-    def _write(self, logits: Tensor, rows: int) -> None:
-        """Draw and store one token for each live row. Tensors only."""
-        seen = None if self.seen is None else self.seen[:rows]
-        if self.banned is not None:
-            logits = logits.index_fill_(1, self.banned, -torch.inf)
+    def _write(self, logits: Tensor) -> None:
+        """The draw in Triton's kernels where they can; rows end here unless the host judges them."""
+        rows = len(logits)
         if self.draws:
+            seen = None if self.seen is None else self.seen[:rows]
             TritonDecode.draw_into(self._row_state(rows), logits, seen=seen, **kernel_options(self.params))
             return
-        row, live = self.rows[:, :rows], self.live[:rows]
-        written = row[WRITTEN] * live
-        output_row = torch.where(live, row[OUTPUT_ROW], self.no_output)  # a Python 0 would be copied from the host
-        uniforms = self.uniforms[output_row, written]
-        drawn: Draw = draw(logits, uniforms, self.params, seen=seen, in_place=True)
-        tokens, logprobs = drawn.tokens, drawn.logprobs
-        if self.replies is not None:
-            replies = self.replies[output_row, written]
-            self.is_reply[:rows] = replies >= 0
-            tokens, logprobs = torch.where(replies >= 0, replies, tokens), logprobs.masked_fill(replies >= 0, 0.0)
-        self.tokens[output_row, written], self.logprobs[output_row, written] = tokens, logprobs
-        if seen is not None:
-            seen.scatter_(1, tokens[:, None], True)
-        row[TOKEN] = tokens
-        row[POSITION : WRITTEN + 1] += live
-        self.stopped[:rows] |= self.is_eos[tokens] & live & ~self.is_reply[:rows]
-        if self.window > 1:  # otherwise the host decides on stop strings and environments
+        super()._write(logits)
+        if self.window > 1:
+            row, live = self.rows[:, :rows], self.live[:rows]
+            self.stopped[:rows] |= self.is_eos[row[TOKEN]] & live
             live &= ~(self.stopped[:rows] | (row[WRITTEN] >= row[LIMIT]))
             self.cache.first[:rows].masked_fill_(~live, NEVER)
 
@@ -204,25 +163,6 @@ class GraphScheduler(Scheduler):
             "never": NEVER,
             "ends": self.window > 1,  # otherwise the host decides on stop strings
         }
-
-    def _judge(self) -> None:
-        """Checks of the last token on the host: stop strings and replies of an environment."""
-        count = self.num_rows
-        live, is_full = self.live[:count], self.rows[WRITTEN, :count] >= self.rows[LIMIT, :count]
-        stops = self.stopped[:count] & live
-        if self.params.stop:
-            stops |= self.stop.completed(self.rows[TOKEN, :count], self._written) & live & ~self.is_reply[:count]
-        if self.environment is not None:
-            stops &= ~answer_rows(self, stops & ~is_full)
-            is_full = self.rows[WRITTEN, :count] >= self.rows[LIMIT, :count]
-        self.stopped[:count] = torch.where(live, stops, self.stopped[:count])
-        live &= ~(stops | is_full)
-
-    def _retire(self, ends: Tensor, stops: Tensor) -> list[Group]:
-        finished = super()._retire(ends, stops)
-        self.live[: self.num_rows], self.live[self.num_rows :] = True, False
-        self.stopped.zero_()
-        return finished
 
 
 class LateCount:
@@ -249,8 +189,3 @@ class LateCount:
         if before[1] is not None:
             before[1].synchronize()
         return int(before[0])
-
-
-def _with_one_more(table: Tensor, value: int = 0) -> Tensor:
-    """[output rows + 1, T], the last row filled with `value`."""
-    return torch.nn.functional.pad(table, (0, 0, 0, 1), value=value)

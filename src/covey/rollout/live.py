@@ -147,7 +147,6 @@ class LiveScheduler(Scheduler):
         self.running = []
         for slot, output_row in zip(slots, output_rows, strict=True):
             group = self.open[slot]
-            assert group is not None  # a running row belongs to a running group
             request = cast("LiveRequest", group.request)
             self.running.append(_Row(request, output_row, group.output_rows.index(output_row)))
         batches: dict[SamplingParams, list[int]] = {}

@@ -59,7 +59,6 @@ class RunningGroup:
     """A group that is being decoded."""
 
     request: GroupRequest
-    slot: int
     output_rows: list[int]
     written: dict[int, tuple[int, bool]]
     """Length of each finished completion by output row, and whether it ended by itself."""
@@ -69,6 +68,8 @@ class RunningGroup:
     """Weight changes during generation, by output row."""
     media: dict[int, Media] = field(default_factory=dict)
     """Images, sounds and videos of prompt and replies by output row, where a reply has any."""
+    last_step: int = 0
+    """Decode step of the scheduler by which all its rows have ended; counted on static buffers alone."""
     prompt_experts: Tensor | None = None
     """[prompt's tokens - 1, L, k], experts of the prompt's tokens, if they are recorded."""
 

@@ -14,7 +14,7 @@ from covey.rollout.answers import answer_rows
 from covey.rollout.batches import DecodeBatch, PrefillBatch
 from covey.rollout.environments import Environment
 from covey.rollout.forward import UNLIMITED, Forward, ModulesForward, plain_cache
-from covey.rollout.kv_cache import KVCache, padded_rows, rounded
+from covey.rollout.kv_cache import KVCache, rounded
 from covey.rollout.requests import (
     LIMIT,
     OUTPUT_ROW,
@@ -69,27 +69,28 @@ class Scheduler:
         self.n = max((len(request.keys) for request in requests), default=1)
         self.context = context or UNLIMITED
         self.budget, self.held = cache_bytes, 0
-        self.open: list[RunningGroup | None] = []  # by slot; None where a group has finished
+        self.open: dict[int, RunningGroup] = {}  # by the slot of its prompt, which stays a while after it
         self.max_rows, output_rows = self._table_rows(max_rows)
         device, longest = forward.device, max((request.limit for request in requests), default=0)
         self.prefill_tokens = CPU_PREFILL_TOKENS if device.type == "cpu" else PREFILL_TOKENS
         forward.reserve(rounded(max((len(request.prompt.token_ids) for request in requests), default=0)) + longest)
         self.cache = self._new_cache(longest)
         self.free_output_rows = list(range(output_rows))[::-1]
-        self.rows = torch.zeros(6, padded_rows(self.max_rows), dtype=torch.int64, device=device)
+        computed, outputs = rounded(self.max_rows), (output_rows + 1, longest)  # with rows that are padding
+        self.rows = torch.zeros(6, computed, dtype=torch.int64, device=device)
+        self.live = torch.zeros(computed, dtype=torch.bool, device=device)  # running, so that their tokens count
+        self.no_output = torch.tensor(output_rows, device=device)  # the output row of all others
         self.num_rows = 0
-        self.tokens = torch.zeros(output_rows, longest, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(output_rows, longest, device=device)
-        self.uniforms = torch.zeros(output_rows, longest, dtype=widest_float(device), device=device)
-        self.experts = None if forward.routers is None else forward.routers.table(output_rows, longest, device)
+        self.tokens = torch.zeros(outputs, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(outputs, device=device)
+        self.uniforms = torch.zeros(outputs, dtype=widest_float(device), device=device)
+        self.experts = None if forward.routers is None else forward.routers.table(*outputs, device)
         self.is_eos = torch.zeros(self.forward.vocab_size, dtype=torch.bool, device=device)
         self.is_eos[list(eos_ids)] = True
         self.banned = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None  # never drawn
         self.replies = torch.full_like(self.tokens, -1) if environment is not None else None  # an environment's reply
         self.stop = StopStrings.of(params.stop, tokenizer, self.forward.vocab_size, device)
-        self.seen: Tensor | None = None
-        if params.repetition_penalty != 1.0:
-            self.seen = torch.zeros(self.max_rows, self.forward.vocab_size, dtype=torch.bool, device=device)
+        self.seen = self.is_eos.new_zeros(computed, forward.vocab_size) if params.repetition_penalty != 1.0 else None
 
     def _table_rows(self, max_rows: int) -> tuple[int, int]:
         """Number of rows decoded at once, and number of output rows."""
@@ -100,12 +101,6 @@ class Scheduler:
         """A KV cache for rows of at most `longest` tokens."""
         return plain_cache(self.forward, self.context, self.kernels)
 
-    def group(self, slot: int) -> RunningGroup:
-        """The group in a slot; a running row belongs to a running group."""
-        group = self.open[slot]
-        assert group is not None
-        return group
-
     @property
     def is_busy(self) -> bool:
         return bool(self.requests or self.num_rows)
@@ -114,7 +109,7 @@ class Scheduler:
         """Continue running rows with the new weights of the forward pass; their KV cache stays."""
         self.version = version
         for slot, output_row, written in self.rows[[SLOT, OUTPUT_ROW, WRITTEN], : self.num_rows].T.tolist():
-            self.group(slot).spans.setdefault(output_row, []).append((written, version))
+            self.open[slot].spans.setdefault(output_row, []).append((written, version))
 
     def run(self) -> list[Group]:
         """Decode until at least one group is finished."""
@@ -156,11 +151,12 @@ class Scheduler:
         """Create rows for the completions of a group; their first input token is the prompt's last."""
         ids, n = request.prompt.token_ids, len(request.keys)
         output_rows = [self.free_output_rows.pop() for _ in range(n)]
-        self.open.append(RunningGroup(request, slot, output_rows, {}, self.version))
+        self.open[slot] = RunningGroup(request, output_rows, {}, self.version)
         rows = slice(self.num_rows, self.num_rows + n)
         column = torch.tensor([ids[-1], len(ids) - 1, 0, request.limit, 0, slot], dtype=torch.int64)
         self.rows[:, rows] = column[:, None].to(self.rows.device)
         self.rows[OUTPUT_ROW, rows] = torch.tensor(output_rows, device=self.rows.device)
+        self.live[rows] = True
         drawn = uniforms(request.keys, request.limit)
         self.uniforms[torch.tensor(output_rows), : request.limit] = drawn.to(self.uniforms)
         if self.seen is not None:
@@ -192,12 +188,9 @@ class Scheduler:
             return
         if self.forward.states is None:  # a state would remember padding
             longest = min(rounded(longest), self.context)  # whole blocks are faster, and shapes repeat
-        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)  # [A, L]
-        for a, prompt in enumerate(prompts):
-            ids[a, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
+        ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])  # [A, L]
         positions = torch.arange(longest).expand(len(prompts), -1)
-        to = self.rows.device
-        self.forward.prefill(ids.to(to), positions.to(to), PrefillBatch(self.cache, slots))
+        self.forward.prefill(ids.to(self.rows.device), positions.to(self.rows.device), PrefillBatch(self.cache, slots))
         self._keep_prompt_experts([len(prompt) for prompt in prompts], slots)
 
     def _keep_prompt_experts(self, lengths: Sequence[int], slots: range) -> None:
@@ -206,43 +199,53 @@ class Scheduler:
             return
         taken = self.forward.routers.taken().cpu()
         for length, slot, experts in zip(lengths, slots, taken.chunk(len(lengths)), strict=True):
-            self.group(slot).prompt_experts = experts[:length].clone()
+            self.open[slot].prompt_experts = experts[:length].clone()
 
     # -- decode step ------------------------------------------------------------------------------------------------
 
     def _step(self) -> list[Group]:
         """Decode one more token of every row. Returns the groups that it finishes."""
-        computed = self.rows[:, : self.cache.num_computed]
+        self._write(self._forward(self.cache.num_computed)[: self.num_rows])
+        ends, stops = self._judge()
+        return self._retire(ends, stops) if bool(ends.any()) else []
+
+    def _forward(self, rows: int) -> Tensor:
+        """[rows, V] logits of the first `rows` rows. On static buffers no value goes to the host or comes from it."""
         self.cache.begin_step()
-        logits = self.forward.decode(computed[TOKEN], computed[POSITION], DecodeBatch(self.cache))
-        rows, logits = self.rows[:, : self.num_rows], logits[: self.num_rows]
-        self.cache.end_step()
-        if self.banned is not None:
-            logits = logits.index_fill_(1, self.banned, -torch.inf)
-        output_row, written = rows[OUTPUT_ROW], rows[WRITTEN]
+        logits = self.forward.decode(self.rows[TOKEN, :rows], self.rows[POSITION, :rows], DecodeBatch(self.cache))
         if self.experts is not None and self.forward.routers is not None:
-            self.experts[output_row, written] = self.forward.routers.taken()[: self.num_rows]
-        seen = None if self.seen is None else self.seen[: self.num_rows]
-        drawn = self._draw(logits, self.uniforms[output_row, written], seen)
-        tokens, logprobs, is_outside = drawn.tokens, drawn.logprobs, None
+            self.experts[self._places(rows)] = self.forward.routers.taken()
+        self.cache.end_step()
+        return logits if self.banned is None else logits.index_fill_(1, self.banned, -torch.inf)
+
+    def _places(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Output row and column [rows] of each row's next token."""
+        row, live = self.rows[:, :rows], self.live[:rows]
+        return torch.where(live, row[OUTPUT_ROW], self.no_output), row[WRITTEN] * live
+
+    def _write(self, logits: Tensor) -> None:
+        """Draw and store one token for each row of `logits` [R, V]. No value goes to the host or comes from it."""
+        rows = len(logits)
+        row, seen, places = self.rows[:, :rows], None if self.seen is None else self.seen[:rows], self._places(rows)
+        drawn = self._draw(logits, self.uniforms[places], seen)
+        tokens, logprobs = drawn.tokens, drawn.logprobs
         if self.replies is not None:
-            replied = self.replies[output_row, written]
-            is_outside = replied >= 0
-            tokens, logprobs = torch.where(is_outside, replied, tokens), logprobs.masked_fill(is_outside, 0.0)
-        self.tokens[output_row, written], self.logprobs[output_row, written] = tokens, logprobs
+            replies = self.replies[places]
+            tokens, logprobs = torch.where(replies >= 0, replies, tokens), logprobs.masked_fill(replies >= 0, 0.0)
+        self.tokens[places], self.logprobs[places] = tokens, logprobs
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
-        rows[TOKEN] = tokens
-        rows[POSITION : WRITTEN + 1] += 1
-        stops = self._stops(tokens)
-        if is_outside is not None:
-            stops &= ~is_outside
-        is_full = rows[WRITTEN] >= rows[LIMIT]
-        if self.environment is not None:
-            stops &= ~answer_rows(self, stops & ~is_full)
-            is_full = rows[WRITTEN] >= rows[LIMIT]
-        ends = stops | is_full
-        return self._retire(ends, stops) if bool(ends.any()) else []
+        row[TOKEN] = tokens
+        row[POSITION : WRITTEN + 1] += self.live[:rows]
+
+    def _judge(self) -> tuple[Tensor, Tensor]:
+        """[R] bool each: rows that are over after this step, and those that ended by themselves, without an answer."""
+        rows = self.rows[:, : self.num_rows]
+        stops = self._stops(rows[TOKEN]) & self.live[: self.num_rows]
+        if self.replies is not None:
+            stops &= self.replies[rows[OUTPUT_ROW], rows[WRITTEN] - 1] < 0  # not by a token of an answer
+            stops &= ~answer_rows(self, stops & (rows[WRITTEN] < rows[LIMIT]))
+        return stops | (rows[WRITTEN] >= rows[LIMIT]), stops
 
     def _draw(self, logits: Tensor, uniforms: Tensor, seen: Tensor | None) -> Draw:
         """One token for each row, from `logits` [R, V], which may be overwritten."""
@@ -267,10 +270,10 @@ class Scheduler:
         columns = self.rows[:, ended].T.tolist()
         finished = []
         for column, stopped in zip(columns, stops[ended].tolist(), strict=True):
-            group = self.group(column[SLOT])
+            group = self.open[column[SLOT]]
             group.written[column[OUTPUT_ROW]] = (column[WRITTEN], stopped)
             if len(group.written) == len(group.request.keys):
-                finished.append(self._finish(group))
+                finished.append(self._finish(self.open.pop(column[SLOT])))
         left = self.num_rows - len(columns)
         gone = set(ended.tolist())
         freed = [row for row in sorted(gone) if row < left]
@@ -280,6 +283,7 @@ class Scheduler:
             if self.seen is not None:
                 self.seen[freed] = self.seen[moved]
         self.rows[:, left : self.num_rows] = 0  # padding rows are computed, so they must be valid
+        self.live[:left], self.live[left : self.num_rows] = True, False
         self.cache.drop_rows(freed, moved, left)
         self.num_rows = left
         self._set_row_owners()
@@ -288,7 +292,6 @@ class Scheduler:
     def _finish(self, group: RunningGroup) -> Group:
         completions = group.completions(self.tokens, self.logprobs, self.experts, self.replies, self.tokenizer)
         self.unfinished = [request for request in self.unfinished if request is not group.request]
-        self.open[group.slot] = None
         self.held -= group.request.cache_bytes(self.forward)
         self.free_output_rows += group.output_rows[::-1]
         if self.replies is not None:
@@ -297,22 +300,19 @@ class Scheduler:
 
     def _drop_finished_prompts(self) -> None:
         """Free the prefixes of finished groups."""
-        slots = [slot for slot, group in enumerate(self.open) if group is not None]
-        if len(slots) == len(self.open):
+        slots, prompts = list(self.open), len(self.cache.prompt_lengths)
+        if len(slots) == prompts:
             return
         self.cache.drop_prompts(slots)
-        new_slot = torch.zeros(len(self.open), dtype=torch.int64, device=self.rows.device)
+        new_slot = torch.zeros(prompts, dtype=torch.int64, device=self.rows.device)
         new_slot[slots] = torch.arange(len(slots), device=self.rows.device)
-        rows = self.rows[:, : self.num_rows]
-        rows[SLOT] = new_slot[rows[SLOT]]
-        self.open = [self.group(slot) for slot in slots]
-        for slot in range(len(slots)):
-            self.group(slot).slot = slot
+        self.rows[SLOT, : self.num_rows] = new_slot[self.rows[SLOT, : self.num_rows]]
+        self.open = dict(enumerate(self.open.values()))
 
     def _set_row_owners(self) -> None:
         """Pass the prompt slot of each row to the cache; prompts without rows are dropped when they are many."""
-        gone = sum(group is None for group in self.open)
-        if gone > len(self.open) // (4 if self.kernels is None else 2):  # the kernels skip them
+        prompts = len(self.cache.prompt_lengths)
+        if prompts - len(self.open) > prompts // (4 if self.kernels is None else 2):  # the kernels skip them
             self._drop_finished_prompts()
         if self.num_rows:
             self.cache.set_row_owners(self.rows[SLOT, : self.num_rows].tolist())
