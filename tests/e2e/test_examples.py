@@ -64,7 +64,7 @@ def test_the_feedback_example_teaches_the_endpoint_to_be_short(tmp_path: Path) -
         command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    before, after = (float(line.split()[4]) for line in done.stdout.splitlines()[-2:])
+    before, after = (float(line.split()[3]) for line in done.stdout.splitlines()[-2:])
     assert after < before
 
 
