@@ -8,6 +8,7 @@ import torch
 
 from covey import algorithms as alg
 from covey.learner import Policy
+from covey.learner.optimizer import clip
 from covey.learner.packing import rows_of
 from covey.learner.token_batches import same_weights
 from covey.learner.worst_case import groups_of
@@ -101,3 +102,14 @@ def test_only_the_runs_own_sampler_in_this_process_draws_with_the_learners_weigh
         args=SimpleNamespace(**{"rollout_backend": "auto", "async_rollouts": False, **args}), agents=Agents(**agents)
     )
     assert samples_here(given) is here
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_clipping_rounds_each_gradient_once_and_its_factor_never(dtype):
+    gradients = [torch.linspace(0.5, 2.0, 97).to(dtype) for _ in range(2)]
+    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in (*gradients, torch.zeros(3))]
+    for parameter, gradient in zip(parameters[:2], gradients, strict=True):  # the third has none
+        parameter.grad = gradient.clone()
+    clip(parameters, norm=3.0, limit=0.71)
+    for parameter, gradient in zip(parameters[:2], gradients, strict=True):
+        assert torch.equal(parameter.grad, (gradient.float() * (0.71 / 3.000001)).to(dtype))

@@ -206,7 +206,8 @@ def clip(parameters: Sequence[torch.nn.Parameter], norm: float, limit: float) ->
     if norm <= limit:
         return
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    torch._foreach_mul_(gradients, limit / (norm + 1e-6))  # a few launches, not one a tensor
+    factor = torch.tensor(limit / (norm + 1e-6), dtype=torch.float64)  # a number would be rounded to 16 bits on a CPU
+    torch._foreach_mul_(gradients, factor)  # a few launches, not one a tensor
 
 
 class LossScaler(torch.amp.GradScaler):
