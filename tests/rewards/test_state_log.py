@@ -7,6 +7,8 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from transformers import TrainerState
 
 from covey.rewards.calling.state_log import log_of
@@ -44,6 +46,12 @@ def test_a_reward_gets_a_log_of_its_own_once_it_reads_it() -> None:
     again = pickle.loads(pickle.dumps(mine))
     assert type(again) is TrainerState
     assert (again.log_history, again.global_step) == ([{"step": 7}], 3)
+
+    inner = copied_state(again_copied := copied_state(state))  # of a reward that scores with others
+    inner.log_history[0]["loss"] = 8.0
+    inner.log_history.append({"step": 8})
+    assert again_copied.log_history == state.log_history
+    assert state.log_history[0] == {"loss": 1.0, "step": 1}
 
 
 def test_a_worker_process_is_sent_each_entry_of_the_log_once() -> None:
@@ -84,6 +92,12 @@ def test_the_state_of_a_checkpoint_holds_what_transformers_writes_with_an_entry_
         assert json.loads(ours) == json.loads(theirs)
         assert TrainerState.load_from_json(str(tmp_path / "ours.json")) == state
         assert ours.count("\n") == state_lines(steps)
+
+    before = (tmp_path / "ours.json").read_text()
+    state.log_history[-1]["tensor"] = torch.ones(1)  # a callback's
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write_trainer_state(tmp_path / "ours.json", state)
+    assert (tmp_path / "ours.json").read_text() == before
 
 
 def state_lines(steps: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from covey.process.ordered_sums import ordered_sums
-from covey.rewards.calling.state_log import with_log
+from covey.rewards.calling.state_log import LOG_NAMES, with_log
 from covey.types import Event
 
 _FIXED = frozenset({str, int, float, bool, bytes, complex, type(None)})
@@ -38,7 +38,7 @@ def copied_state(trainer_state: Any) -> Any:
     if trainer_state is None:
         return None
     try:
-        rest = {name: _copy(value, {}) for name, value in vars(trainer_state).items() if name != "log_history"}
+        rest = {name: _copy(value, {}) for name, value in vars(trainer_state).items() if name not in LOG_NAMES}
         return with_log(type(trainer_state), rest, getattr(trainer_state, "log_history", None))
     except Exception:  # noqa: BLE001 - a state of the caller's own making
         return trainer_state

@@ -284,8 +284,5 @@ def write_trainer_state(path: Path, trainer_state: TrainerState) -> None:
     """
     text = json.dumps(asdict(replace(trainer_state, log_history=[])), indent=2, sort_keys=True)
     head, name, tail = text.partition('\n  "log_history": [')  # no text within JSON has a line break
-    with path.open("w", encoding="utf-8") as file:
-        file.write(head + name)
-        for number, entry in enumerate(trainer_state.log_history):
-            file.write((",\n    " if number else "\n    ") + json.dumps(entry, sort_keys=True))
-        file.write(tail + "\n")
+    entries = ",".join("\n    " + json.dumps(entry, sort_keys=True) for entry in trainer_state.log_history)
+    path.write_text(f"{head}{name}{entries}{tail}\n", encoding="utf-8")

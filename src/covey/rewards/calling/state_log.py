@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+LOG_NAMES = frozenset({"log_history", "_source", "_read"})
+"""Attributes that hold the log of a state, or of a copy."""
+
 
 class StateLog:
     """A mix-in of a state with a `log_history` of its own, copied when it is first read.
@@ -27,13 +30,13 @@ class StateLog:
 
     def __reduce__(self) -> Any:
         kind = type(self).__mro__[2]
-        rest = {name: value for name, value in vars(self).items() if name not in ("_source", "_read")}
+        rest = {name: value for name, value in vars(self).items() if name not in LOG_NAMES}
         return _plain_state, (kind, {**rest, "log_history": self.log_history})
 
 
 @lru_cache(maxsize=16)
 def _kind_of(kind: type) -> Any:
-    return type(kind.__name__, (StateLog, kind), {})
+    return kind if issubclass(kind, StateLog) else type(kind.__name__, (StateLog, kind), {})
 
 
 def with_log(kind: type, rest: Mapping[str, Any], log: list[dict[str, Any]] | None) -> Any:
