@@ -89,6 +89,16 @@ def test_normalized_rewards_that_cancel_teach_nothing_and_not_their_rounding():
     right = torch.tensor([[0.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
     scores = replace(scores_of([[[0, 0]]]), per_function=torch.stack([right, 1 - right], -1), weights=torch.ones(2))
     assert not alg.NormalizeThenSum()(scores).any()
+    generator = torch.Generator().manual_seed(0)
+    for size in (1.0, 1e-3, 0.0):  # near a half, the rounding of a reward is large beside the deviation
+        right = 0.5 + size * (torch.rand(64, 2, 8, generator=generator) - 0.5)
+        both = torch.stack([right, 1 - right], -1)
+        step = lambda rewards: replace(scores_of([[0.0] * 8] * 2), per_function=rewards, weights=torch.ones(2))
+        assert not any(alg.NormalizeThenSum()(step(rewards)).any() for rewards in both)
+    apart = torch.tensor(
+        [[[1e6, 0.0], [1e6, 0.0], [1e6 + 1, 0.0]]]
+    )  # a difference that float32 holds is none of rounding
+    assert alg.NormalizeThenSum()(replace(scores_of([[0.0] * 3]), per_function=apart, weights=torch.ones(2))).any()
 
 
 def test_leave_one_out_compares_with_the_mean_of_the_others():

@@ -98,6 +98,9 @@ def test_a_rows_signal_is_that_of_its_advantages():
     )
     signal = lambda one, algorithm, weights: outcomes([one], Scorer(two, weights), algorithm)["0:0"].has_signal
     assert [signal(cancel, alg.grpo(), [1.0, 1.0]), signal(cancel, each, [1.0, 1.0])] == [False, False]
+    near = torch.tensor([0.5, 0.5003, 0.5008])
+    rounded = replace(cancel, rewards=torch.stack([near, 1 - near], -1))
+    assert not signal(rounded, each, [1.0, 1.0])
     assert [signal(apart, alg.grpo(), [1.0, 0.5]), signal(apart, each, [1.0, 0.2])] == [False, True]
     assert [signal(high, alg.grpo(), [1.0, 1.0]), signal(high, clipped, [1.0, 1.0])] == [True, False]
     metrics = [reward_metrics([high], ["x", "y"], [1.0, 1.0], clip=clip) for clip in (None, (-1.0, 1.0))]

@@ -56,6 +56,17 @@ def slice_spread(rewards: Tensor, slices: tuple[str, ...], min_slice: int) -> Te
     return spread
 
 
+def normalized_sum(rewards: Tensor, weights: Tensor, epsilon: float = 1e-4) -> Tensor:
+    """[P, G], `sum w (r - mean) / (sd + epsilon)` of rewards [P, R, G], NaN counting 0; 0 in a group whose rewards cancel up to rounding, as r and 1 - r."""
+    spread, weights = nan_std(rewards) + epsilon, weights.to(rewards.dtype).unsqueeze(-1)  # [P, R, 1], [R, 1]
+    parts = (centred(rewards) / spread).nan_to_num(0.0) * weights
+    total = parts.sum(1)
+    size = lambda values: values.abs().nan_to_num(0.0).amax(-1, keepdim=True)
+    rounding = 4 * torch.finfo(total.dtype).eps * (size(rewards) / spread * weights.abs()).sum(1)  # [P, 1]
+    is_rounding = size(total) <= torch.minimum(rounding, 1e-3 * size(parts.abs().sum(1)))
+    return total.masked_fill(is_rounding, 0.0)
+
+
 @dataclass(frozen=True)
 class NormalizeThenSum:
     """Several rewards, each normalized within the group, then summed by weight, then normalized over the step.
@@ -74,12 +85,7 @@ class NormalizeThenSum:
             of_tokens = (scores.per_token * scores.mask).sum(-1).masked_fill(scores.total.isnan(), torch.nan)
             rewards = torch.cat([rewards, of_tokens.unsqueeze(1)], 1)
             weights = torch.cat([weights, weights.new_ones(1)])
-        standard = (centred(rewards) / (nan_std(rewards) + self.epsilon)).nan_to_num(0.0)
-        parts = standard * weights.to(standard.dtype).unsqueeze(-1)  # [P, R, G]
-        total, largest = parts.sum(1), parts.abs().sum(1)  # [P, G]
-        total = total.masked_fill(
-            total.abs() <= 4 * torch.finfo(total.dtype).eps * largest, 0.0
-        )  # a step of r and 1 - r
+        total = normalized_sum(rewards, weights, self.epsilon)  # [P, G]
         if scores.kl is not None:
             total = total - (scores.kl * scores.mask).sum(-1)
         total = torch.where(scores.total.isnan(), torch.full_like(total, torch.nan), total)
