@@ -155,7 +155,7 @@ soak: $(DEV)           ## every known fault against tiny real runs for an hour; 
 
 $(PEER)/.installed:      ## TRL in an environment of its own, to compare with
 	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
-	$(PEER)/bin/python $(INSTALL) "$(TORCH)" "trl==1.16.0" "peft>=0.19.1,<1"
+	$(PEER)/bin/python $(INSTALL) "$(TORCH)" "trl==1.16.0" "peft>=0.21,<1"
 	touch $@
 
 image:                   ## the container image of docker/Dockerfile: TARGET=cpu or TARGET=cuda
