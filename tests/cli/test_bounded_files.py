@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -41,6 +42,8 @@ def test_yaml_from_an_endless_device_or_a_silent_pipe_ends(tmp_path, capsys, mon
 
 def test_json_is_measured_outside_of_its_texts(tmp_path):
     assert json_depth(b'{"a": "[[[[[[[' + b"[" * 100 + b'", "b": [[1]]}') == 3
+    escaped = json.dumps({'\\"[[': ["[" * 100, "\\", '"{', {"a": "\\\\"}, "]"]})
+    assert json_depth(escaped.encode()) == 3
     (tmp_path / "config.json").write_bytes(b"[" * 100_000)
     with pytest.raises(ModelError, match="nested more than"):
         read_json(tmp_path / "config.json", ModelError)

@@ -9,6 +9,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ _PATIENCE_SECONDS = 10.0
 """Longest silence of a pipe."""
 _ODD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|[1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*)")
 """Numbers in base 8 and 60 of YAML 1.1."""
-_JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
+_NO_BRACKETS_OR_QUOTES = bytes({*range(256)} - {*b'[]{}"'})
 
 
 def read_bytes(
@@ -181,9 +182,7 @@ def json_depth(content: bytes) -> int:
     """Depth of the nested brackets of a JSON text."""
     if content.count(b"[") + content.count(b"{") <= MOST_DEPTH:
         return 0
-    depth = deepest = 0
-    for match in _JSON_TOKEN.finditer(content):
-        mark = match[0]
-        depth += (mark in b"[{") - (mark in b"]}") if len(mark) == 1 else 0
-        deepest = max(deepest, depth)
-    return deepest
+    unescaped = re.sub(rb"(?s)\\.", b"", content) if b"\\" in content else content
+    marks = unescaped.translate(None, _NO_BRACKETS_OR_QUOTES)
+    outside = b"".join(marks.split(b'"')[::2])  # of strings
+    return max(accumulate(((mark in b"[{") - (mark in b"]}") for mark in outside), initial=0))
