@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from torch.utils.data import DataLoader
 
 from covey.config import GRPOConfig
+from covey.config.options import ALGORITHM_OPTIONS
 from covey.errors import ArgumentTypeError, ConfigError, DataError, MissingKeyError, NotOfferedError, did_you_mean
 from covey.monitor.trackers import Trackers
 from covey.process import lean
@@ -20,15 +21,19 @@ from covey.training.datasets import eval_loader, train_loader
 
 HONOURED = frozenset(
     {
-        *("log", "_calculate_rewards", "evaluate", "train", "save_model", "save_state", "end"),
-        *("push_to_hub", "create_model_card", "log_metrics", "save_metrics", "add_callback", "__init__"),
         *(
+            "log",
+            "_calculate_rewards",
+            "evaluate",
+            "train",
+            "save_model",
+            "save_state",
+            "end",
             "predict",
             "num_examples",
-            "get_total_train_batch_size",
-            "get_learning_rates",
-            "get_num_trainable_parameters",
         ),
+        *("push_to_hub", "create_model_card", "log_metrics", "save_metrics", "add_callback", "__init__"),
+        *("get_total_train_batch_size", "get_learning_rates", "get_num_trainable_parameters"),
     }
 )
 """Methods that a subclass may replace; training itself calls `log`, `_calculate_rewards` and `evaluate`."""
@@ -114,6 +119,57 @@ def refuse_set_hook(instance: object, name: str) -> None:
         raise ConfigError("_calculate_rewards is set on a trainer that is made already; override it in a subclass.")
 
 
+FIXED: Mapping[str, str] = {
+    **dict.fromkeys(("reward_funcs", "reward_processing_classes"), "pass it to GRPOTrainer(...) when it is made"),
+    **dict.fromkeys(("reward_weights", "beta"), "set it in GRPOConfig, before the trainer is made"),
+    "ref_model": "it is a copy of the model; set beta above 0 and, to let it follow, sync_ref_model=True in GRPOConfig",
+    "data_collator": "map the data set; rewards get its rows as they are",
+    "compute_metrics": "add a reward function with weight 0",
+    "compute_loss_func": _LOSS,
+    "optimizer_cls_and_kwargs": _OPTIMIZER,
+    **dict.fromkeys(("model_wrapped", "model_init"), "pass model= to GRPOTrainer(...)"),
+    "accelerator": _DEVICES,
+    "callbacks": "use add_callback() and remove_callback()",
+}
+"""Attributes that would have no effect on a trainer that is made, with their replacements."""
+
+BUILT_FROM = (
+    "optimizer", "lr_scheduler", "optimizers", "model", "processing_class", "train_dataset", "args", "algorithm", "scorer",
+    "state", "callback_handler",
+)  # fmt: skip
+"""Attributes that a run reads where it begins."""
+
+MADE_FROM = (
+    *ALGORITHM_OPTIONS, "target_kl", "reward_weights", "reward_normalization", "reward_clip", "model_init_kwargs",
+)  # fmt: skip
+"""Options that the constructor reads for the algorithm, the rewards and the model."""
+
+
+def refuse_idle_attribute(instance: Any, name: str, value: object) -> None:
+    """Raise ConfigError if setting this attribute would change nothing, at all or in the run that is under way."""
+    if name in FIXED:
+        raise ConfigError(
+            f"{name} is set on a {type(instance).__name__} that is made already, without effect: {FIXED[name]}."
+        )
+    if name in BUILT_FROM and instance.is_in_train and value is not getattr(instance, name, None):
+        raise ConfigError(f"{name} is set in the middle of a run, which was built with another; set it before train().")
+
+
+def expect_as_made(trainer: Any) -> None:
+    """Raise ConfigError if a trainer's model, its tokenizer or an option that its constructor read was replaced since."""
+    loaded, options = trainer._loaded, trainer._options_made_from
+    originals = {
+        "model": loaded.model,
+        "processing_class": loaded.tokenizer if loaded.processor is None else loaded.processor,
+    }
+    for name in (name for name, value in originals.items() if getattr(trainer, name) is not value):
+        raise ConfigError(f"{name} was replaced on a trainer that is made already; pass it to a new GRPOTrainer(...).")
+    for name in (name for name in MADE_FROM if getattr(trainer.args, name) != options[name]):
+        raise ConfigError(
+            f"args.{name} was set on a trainer that is made already, which had read it; set it in GRPOConfig before."
+        )
+
+
 def refuse_dead_hooks(made: type, trainer: type) -> None:
     """Raise ConfigError if `made`, `trainer` or a subclass of it, overrides a hook that training never calls."""
     for name, owner in _subclass_names(made, trainer):
@@ -180,6 +236,7 @@ class TransformersInterface:
     control: Any
     callback_handler: Any
     lr_scheduler: Any
+    optimizers: tuple[Any, Any]
     output_dir: Path
     trackers: Any
     accelerator: Any
@@ -190,6 +247,16 @@ class TransformersInterface:
     data_collator = list
     chat_template = None
     label_names: tuple[str, ...] = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_set_hook(self, name)
+        refuse_idle_attribute(self, name, value)
+        super().__setattr__(name, value)
+        if (
+            name in ("optimizer", "lr_scheduler") and not self.is_in_train
+        ):  # as in transformers, which makes one only where there is none
+            first, second = self.optimizers
+            self.optimizers = (value, second) if name == "optimizer" else (first, value)
 
     @property
     def is_fsdp_enabled(self) -> bool:
@@ -275,6 +342,7 @@ class TransformersInterface:
 
     def _evaluated(self, eval_dataset: Any, prefix: str) -> dict[str, float]:
         """Metrics of one set, or of each set of a dict with its name behind the prefix."""
+        expect_as_made(self)
         if eval_dataset is None:
             raise DataError("evaluate() needs eval_dataset: a data set with a column 'prompt'.")
         sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}

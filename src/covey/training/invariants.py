@@ -303,3 +303,32 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     value = getattr(value, "value", value)
     return value is None or isinstance(value, (str, int, float, bool))
+
+
+def still_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A check between steps, from flags and types alone: the weights are trained as they were when it was made.
+
+    It raises InvariantError if all of the optimizer's weights are frozen, one that the optimizer lacks is no longer frozen, or a type changed.
+    Freezing some of them, and setting them free again, is allowed.
+    """
+    weights = [(name, weight, weight.dtype, weight.requires_grad) for name, weight in model.named_parameters()]
+
+    def check() -> None:
+        trained = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if not any(weight.requires_grad for weight in trained):
+            raise InvariantError(
+                "a callback froze every weight in the middle of the run, so nothing would be trained; leave some of them trainable."
+            )
+        for name, weight, dtype, was_trained in weights:
+            if weight.dtype != dtype:
+                raise InvariantError(
+                    f"a callback changed {name} from {dtype} to {weight.dtype} in the middle of the run; convert the model before "
+                    "GRPOTrainer is made, or in on_train_end."
+                )
+            if weight.requires_grad and not was_trained and not any(weight is other for other in trained):
+                raise InvariantError(
+                    f"a callback made {name} trainable in the middle of the run, and the optimizer does not hold it; have it trainable "
+                    "where train() begins, and freeze it in on_train_begin."
+                )
+
+    return check

@@ -60,6 +60,8 @@ class Session:
     evaluate: Callable[[], Mapping[str, float]]
     save: Callable[[TrainState], None]
     steps_per_epoch: float
+    check_weights: Callable[[], None] = lambda: None
+    """Raises InvariantError if callbacks changed what is trained so that the run cannot follow."""
     monitor: Monitor = field(default_factory=Monitor)
     """Monitor with the alerts of the run; the default has none."""
     lower_learning_rate: Callable[[float], None] = lambda factor: None
@@ -355,6 +357,8 @@ class Session:
         method, before = getattr(self.handler, event), dict(vars(self.args))
         self.control = method(self.args, self.trainer_state, self.control, **kwargs)
         late = {name for name, value in vars(self.args).items() if value is not before.get(name)} - self.late_options
+        if event in ("on_train_begin", "on_step_begin", "on_step_end") and not self.should_stop:
+            self.check_weights()
         if late:
             self.late_options |= late
             logger.warning(

@@ -43,8 +43,8 @@ from covey.training.build_algorithm import check_columns, check_teacher, choose_
 from covey.training.build_learner import RunInputs
 from covey.training.datasets import finite, loader_for_callbacks, refuse_no_data
 from covey.training.evaluator import Evaluator, averaged, end_with_average
-from covey.training.hooks import handler_of, is_overridden, optimizers_of, refuse_dead_hooks
-from covey.training.invariants import comparable_inputs, comparable_options
+from covey.training.hooks import expect_as_made, handler_of, is_overridden, optimizers_of, refuse_dead_hooks
+from covey.training.invariants import comparable_inputs, comparable_options, still_trained
 from covey.training.loading import choose_factors, expect_engine, load_for_training
 from covey.training.loop import Steps
 from covey.training.parts import Parts
@@ -138,13 +138,14 @@ class GRPOTrainer(TRLInterface):
         self.started_at = 0
         """Number of steps done before the last `train()`; above 0 for a resumed run."""
         self.callback_handler, self.trackers = handler_of(callbacks, self.args, self.model, self.processing_class)
-        self._parts: Parts | None = None
+        self._options_made_from = dict(vars(self.args))
         self.control = self.callback_handler.on_init_end(self.args, self.state, lean.TrainerControl())
 
     # -- public methods ---------------------------------------------------------------------------------------------
 
     def steps(self, resume_from_checkpoint: str | bool | None = None) -> Steps[lean.TrainOutput]:
         """`train()` as a generator that pauses (`Steps`), so that runs can be interleaved (`train_together`)."""
+        expect_as_made(self)
         if self.train_dataset is None:
             raise DataError("train() needs train_dataset: a data set with a column 'prompt'.")
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
@@ -160,8 +161,8 @@ class GRPOTrainer(TRLInterface):
             state = TrainState(controllers=self.algorithm.initial_controllers())
             state = state if start is None else self._resume(parts, start)
             self.started_at = state.step
-            rows = {"steps to train": self.state.max_steps, "rows of train_dataset": length_of(self.train_dataset)}
-            self.world.expect_same(rows)
+            num_rows = length_of(self.train_dataset)
+            self.world.expect_same({"steps to train": self.state.max_steps, "rows of train_dataset": num_rows})
             state = yield from self._run(parts, state)
             summary = parts.session.end(state)
             if parts.session.is_stop_requested:
@@ -267,10 +268,9 @@ class GRPOTrainer(TRLInterface):
 
     def _parts_without_training(self) -> Parts:
         """Parts for an evaluation without training in this process."""
-        inputs = replace(self._inputs, train_dataset=None)
-        stop = StopRequest()
-        session = partial(self._build_session, stop=stop, folder=None, meter=None)
-        return build_parts(inputs, session, self.optimizers, num_prompts=2**20, stop=stop)  # no step is ever run
+        inputs, stop = replace(self._inputs, train_dataset=None), StopRequest()
+        session = partial(self._build_session, stop=stop, folder=None, meter=None)  # no step is ever run
+        return build_parts(inputs, session, self.optimizers, num_prompts=2**20, stop=stop)
 
     def _build_session(
         self,
@@ -283,7 +283,7 @@ class GRPOTrainer(TRLInterface):
         meter: UpdateMeter | None,
     ) -> Session:
         args = self.args
-        self.optimizer, self.lr_scheduler = learner.optimizer, learner.scheduler
+        vars(self).update(optimizer=learner.optimizer, lr_scheduler=learner.scheduler)  # which are not the user's
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.state.max_steps, self.state.num_train_epochs = total_steps, -(-total_steps // max(1, int(steps_per_epoch)))
         self.state.train_batch_size = args.per_device_train_batch_size
@@ -316,6 +316,7 @@ class GRPOTrainer(TRLInterface):
             finish_uploads=lambda: self.hub.finish(lambda: stop.requested),
             announce=self.log,
             steps_per_epoch=steps_per_epoch,
+            check_weights=still_trained(self.model, learner.optimizer),
             flos_per_token=6.0 * self.model.num_parameters(exclude_embeddings=True),
             agree=self.world.any,
             show_completions=completions_shower(args, self.scorer.names, folder),
@@ -379,8 +380,7 @@ class GRPOTrainer(TRLInterface):
         evaluator: Evaluator = build_evaluator(self._inputs, self._parts)
         if self._parts.evaluation_sampler is not None:
             self._parts.evaluation_sampler.load(self._parts.learner.policy.model, self._parts.session.latest.step)
-        dataset = finite(dataset)
-        count = len(dataset)
+        count = len(dataset := finite(dataset))
         prompts = build_prompts(self._inputs, dataset, shuffle=False, keeps_shares=False)
         latest = self._parts.session.latest
         self.callback_handler.eval_dataloader = self.get_eval_dataloader(dataset)

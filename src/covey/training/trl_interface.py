@@ -31,7 +31,7 @@ from covey.runs.hub import CARD, Hub, raise_refused
 from covey.runs.storage import REFUSALS
 from covey.runs.weights import note_saved
 from covey.training.agents import Agents
-from covey.training.hooks import TransformersInterface, refuse_set_hook
+from covey.training.hooks import TransformersInterface
 from covey.training.loop import Steps, to_the_end
 from covey.training.parts import Parts
 from covey.training.recording import weights_to_write, write_model
@@ -121,7 +121,7 @@ class TRLInterface(TransformersInterface):
     output_dir: Path
     trackers: Any
     eos_ids: tuple[int, ...]
-    _parts: Parts | None
+    _parts: Parts | None = None
 
     _tag_names: tuple[str, ...] | list[str] = ()
     """Tags of the model card; a subclass may set them, as in TRL."""
@@ -162,10 +162,6 @@ class TRLInterface(TransformersInterface):
     vllm_tensor_parallel_size = _Option("vllm_tensor_parallel_size")
 
     # -- attributes -----------------------------------------------------------------------------------------------------
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        refuse_set_hook(self, name)
-        super().__setattr__(name, value)
 
     @cached_property
     def accelerator(self) -> Any:
