@@ -147,3 +147,21 @@ def test_a_judge_that_is_out_for_a_group_lowers_no_mean():
     ]
     rows = evaluations.rows_of(scored, ["judge", "style"], [1.0, 1.0])
     assert [row["reward"] for row in rows] == [1.5, 1.0, None, None]
+
+
+def test_an_abstention_is_no_failure_where_another_completion_failed():
+    """Rewards of several tasks: `code` says nothing of a prompt of mathematics, of which one completion was not sampled."""
+    scorer = Scorer([maths, code])
+    drawn = group(["a", "b", "c", "d"])
+    drawn = replace(drawn, completions=(*drawn.completions[:3], replace(drawn.completions[3], finish="error")))
+    scored = scorer.score([drawn])
+    assert reward_metrics(scored, scorer.names, scorer.weights)["reward"] == Mean(3.0, 3.0)
+    assert [row["reward"] for row in evaluations.rows_of(scored, scorer.names, [1.0, 1.0])] == [1.0, 1.0, 1.0, None]
+
+
+def maths(completions):
+    return [1.0] * len(completions)
+
+
+def code(completions):
+    return [None] * len(completions)

@@ -101,6 +101,7 @@ class EnsembleSampler:
             completions=(*group.completions, *right_answers.completions),
             rewards=torch.cat([group.rewards, right_answers.rewards]),
             measured=None if group.measured is None else torch.cat([group.measured, right_answers.rewards]),
+            lost=None if group.lost is None else torch.nn.functional.pad(group.lost, (0, right_answers.size)),
             extras=extras,
         )
 

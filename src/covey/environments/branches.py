@@ -66,6 +66,7 @@ def with_branches(group: Group) -> Group:
         completions=(*episodes, *more),
         rewards=grown(group.rewards),
         measured=grown(group.measured),
+        lost=None if group.lost is None else torch.nn.functional.pad(group.lost, (0, len(more))),
         extras=extras,
     )
 

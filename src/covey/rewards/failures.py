@@ -43,9 +43,10 @@ def with_scores(groups: Sequence[Group], scores: Tensor, outcomes: Sequence[Outc
         alone[compared] = (failed[compared] & ~failed[compared].all(0)).any(-1)
     measured = scores.masked_fill(no_answer[:, None], torch.nan)
     rewards = measured.masked_fill(alone[:, None], torch.nan)
+    where_lost = lambda x, place: x[place] if lost[place].any() else None
     return [
-        replace(group, rewards=rewards[place], measured=measured[place] if lost[place].any() else None)
-        for group, place in zip(groups, rows, strict=True)
+        replace(group, rewards=rewards[at], measured=where_lost(measured, at), lost=where_lost(lost, at))
+        for group, at in zip(groups, rows, strict=True)
     ]
 
 

@@ -63,11 +63,9 @@ def totals_of(group: Group, weights: Tensor) -> Tensor:
 
 
 def complete_totals(group: Group, weights: Tensor) -> Tensor:
-    """[G], `totals_of`; in a group on which a reward failed, NaN where one of the rewards is missing, whose sum would be lower by it."""
+    """[G], `totals_of`, NaN also where a reward failed: the sum would be lower by it."""
     totals = totals_of(group, weights)
-    if group.measured is None:
-        return totals
-    return totals.masked_fill((group.measured.isnan() & (weights != 0)).any(-1), torch.nan)
+    return totals if group.lost is None else totals.masked_fill(group.lost, torch.nan)
 
 
 def has_signal(

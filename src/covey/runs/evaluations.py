@@ -38,16 +38,15 @@ def rows_of(groups: Sequence[Group], names: Sequence[str], weights: Sequence[flo
         rewards = [] if group.recorded is None else group.recorded.double().tolist()
         for index, completion in enumerate(group.completions):
             scored = dict(zip(names, rewards[index], strict=True)) if rewards else dict.fromkeys(names, math.nan)
-            lacking = [
-                weight for value, weight in zip(scored.values(), weights, strict=True) if weight and math.isnan(value)
-            ]
-            is_partial = group.measured is not None and bool(lacking)  # a reward failed: its sum would be lower by it
+            is_lost = group.lost is not None and bool(
+                group.lost[index]
+            )  # a reward failed: its sum would be lower by it
             rows.append(
                 {
                     "question": question,
                     "uid": group.prompt.uid,
                     "completion_index": index,
-                    "reward": None if is_partial else total_of(list(scored.values()), weights),
+                    "reward": None if is_lost else total_of(list(scored.values()), weights),
                     **{f"reward/{name}": None if math.isnan(value) else value for name, value in scored.items()},
                     "num_tokens": completion.num_tokens,
                     "finish": completion.finish,

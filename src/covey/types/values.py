@@ -158,6 +158,8 @@ class Group:
     """[G, T] float32, targets of the critic, NaN of a completion that nobody scored. None: no critic."""
     measured: Tensor | None = None
     """[G, R] float32, rewards as measured, of completions that left the group too, where the sampler or a reward failed on one. None: neither did."""
+    lost: Tensor | None = None
+    """[G] bool, completions on which the sampler or a reward failed. None: neither did on any."""
     greedy_rewards: Tensor | None = None
     """[R] float32, rewards of the greedy answer, for estimators that use it as baseline (ReMax)."""
     events: tuple[Event, ...] = ()
@@ -187,6 +189,7 @@ class Group:
             completions=tuple(self.completions[i] for i in indices),
             rewards=pick(self.rewards),
             measured=pick(self.measured),
+            lost=pick(self.lost),
             advantages=pick(self.advantages),
             totals=pick(self.totals),
             returns=pick(self.returns),
