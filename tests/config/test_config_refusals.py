@@ -207,7 +207,11 @@ def test_a_misspelt_key_of_accelerate_and_deepspeed_is_told_as_such(tmp_path, gi
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["activation_checkpointing_kwargs", "lr_scheduler_kwargs", "generation_kwargs", "model_init_kwargs"])  # fmt: skip
+KWARGS = ("activation_checkpointing_kwargs", "lr_scheduler_kwargs", "generation_kwargs", "model_init_kwargs")
+"""Options that hold arguments of others; transformers 5.17 lacks the first."""
+
+
+@pytest.mark.parametrize("name", [name for name in KWARGS if name in GRPOConfig.__dataclass_fields__])
 @pytest.mark.parametrize("value", ["text", 3, [1]])
 def test_arguments_that_are_no_mapping_are_refused(tmp_path, name, value):
     with pytest.raises(ConfigError, match=f"{name}=.* is no mapping of arguments"):
