@@ -152,7 +152,8 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
     return [hashlib.sha256(text.encode()).digest()[0] / 256 for text in completions]
 
 
-def trainer(case: Case, folder: Path) -> GRPOTrainer:
+def trainer(case: Case, folder: Path, **sizes: int) -> GRPOTrainer:
+    """`sizes`: of the model, where they differ from `tiny_model`'s."""
     given: Options = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 8,
@@ -179,7 +180,7 @@ def trainer(case: Case, folder: Path) -> GRPOTrainer:
         data = mix({"few": Dataset.from_list(rows[:2]), "many": Dataset.from_list(rows[2:])}, {"few": 1, "many": 2})
     is_evaluated = "eval_strategy" in case.options
     return GRPOTrainer(
-        tiny_model("qwen2", **({"attention_dropout": 0.1} if case.name == "dropout" else {})),
+        tiny_model("qwen2", **sizes, **({"attention_dropout": 0.1} if case.name == "dropout" else {})),
         reward,
         GRPOConfig(**{**given, **case.options}),
         data,

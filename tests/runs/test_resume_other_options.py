@@ -21,7 +21,7 @@ from covey.cli import main
 from covey.errors import ConfigError, CoveyError
 from covey.rewards import RewardSpec, Scorer
 from covey.runs import checkpoint
-from kit import tiny_model, tiny_tokenizer
+from kit import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -211,8 +211,7 @@ def test_another_model_adapter_or_data_set_is_refused(run: Path, tmp_path: Path)
     other = trainer(Case("again", options, peft=lora), tmp_path / "adapter")
     with pytest.raises(ConfigError, match="the model's class=Qwen2ForCausalLM"):
         other.train(str(run / "checkpoint-2"))
-    larger = trainer(Case("again", options), tmp_path / "larger")
-    larger.model = tiny_model("qwen2", layers=3)
+    larger = trainer(Case("again", options), tmp_path / "larger", layers=3)
     with pytest.raises(ConfigError, match="the number of the model's parameters"):
         larger.train(str(run / "checkpoint-2"))
     fewer = trainer(Case("again", options), tmp_path / "fewer")
