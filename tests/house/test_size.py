@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sources import FILES, SRC, nodes_of, text_of
 
-LINES = 103_380
+LINES = 103_373
 """Lines of src/covey in Python, JavaScript and C++, without what others wrote (`vendor`)."""
 
 
@@ -29,7 +29,7 @@ PATH = (
     *(f"learner/{name}.py" for name in ("policy", "logprobs", "lm_head")),
 )
 """The files from a prompt to its gradient in a plain run: what a reader of one step reads."""
-PATH_LINES = 103_279
+PATH_LINES = 4_500
 
 
 def test_the_path_from_a_prompt_to_its_gradient_stays_within_its_budget():

@@ -67,6 +67,15 @@ def normalized_sum(rewards: Tensor, weights: Tensor, epsilon: float = 1e-4) -> T
     return total.masked_fill(is_rounding, 0.0)
 
 
+def normalized_rewards(rewards: Tensor | None, weights: Tensor) -> Tensor | None:
+    """[G, 1], `normalized_sum` of one group's rewards [G, R], NaN where nothing scored; None without rewards."""
+    if rewards is None:
+        return None
+    return normalized_sum(rewards.T.unsqueeze(0), weights).T.masked_fill(
+        rewards.isnan().all(-1, keepdim=True), torch.nan
+    )
+
+
 @dataclass(frozen=True)
 class NormalizeThenSum:
     """Several rewards, each normalized within the group, then summed by weight, then normalized over the step.

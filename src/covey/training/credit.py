@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import Algorithm, NormalizeThenSum
-from covey.algorithms.baselines import normalized_sum
+from covey.algorithms.baselines import normalized_rewards
 from covey.data import Outcome
 from covey.data.together import joined, questions
 from covey.rewards import Scorer, advantage_shares, has_signal, mean_score, reward_metrics
@@ -88,17 +88,9 @@ def without_signal(groups: Sequence[Group], scorer: Scorer, algorithm: Algorithm
     """True for groups whose weighted sums do not differ, of the rewards as advantages see them."""
     scaled = scorer.combiner(groups, learn=False)
     if isinstance(algorithm.advantage, NormalizeThenSum):
-        summed = [replace(group, rewards=_normalized(group, scorer.weights)) for group in scaled]
+        summed = [replace(group, rewards=normalized_rewards(group.rewards, scorer.weights)) for group in scaled]
         return [not has_signal(group, [1.0], rounding=1e-6) for group in summed]
     return [not has_signal(group, scorer.weights, getattr(algorithm.advantage, "clip", None)) for group in scaled]
-
-
-def _normalized(group: Group, weights: Tensor) -> Tensor | None:
-    """[G, 1], the sum of the normalized rewards, NaN where nothing scored."""
-    if group.rewards is None:
-        return None
-    unscored = group.rewards.isnan().all(-1, keepdim=True)
-    return normalized_sum(group.rewards.T.unsqueeze(0), weights).T.masked_fill(unscored, math.nan)
 
 
 def with_signal_first(groups: Sequence[Group], scorer: Scorer, algorithm: Algorithm) -> list[Group]:

@@ -183,18 +183,10 @@ class Group:
     def take(self, indices: Sequence[int]) -> Group:
         """The same prompt with only these completions, in this order; everything that belongs to them comes along."""
         keep = torch.as_tensor(list(indices), dtype=torch.long)
-        pick = lambda x: None if x is None else x[keep]
-        return replace(
-            self,
-            completions=tuple(self.completions[i] for i in indices),
-            rewards=pick(self.rewards),
-            measured=pick(self.measured),
-            lost=pick(self.lost),
-            advantages=pick(self.advantages),
-            totals=pick(self.totals),
-            returns=pick(self.returns),
-            extras={name: [values[i] for i in indices] for name, values in self.extras.items()},
-        )
+        names = ("rewards", "measured", "lost", "advantages", "totals", "returns")
+        rows: dict[str, Any] = {name: x[keep] for name in names if (x := getattr(self, name)) is not None}
+        extras = {name: [values[i] for i in indices] for name, values in self.extras.items()}
+        return replace(self, completions=tuple(self.completions[i] for i in indices), extras=extras, **rows)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
