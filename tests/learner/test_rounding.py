@@ -113,3 +113,10 @@ def test_clipping_rounds_each_gradient_once_and_its_factor_never(dtype):
     clip(parameters, norm=3.0, limit=0.71)
     for parameter, gradient in zip(parameters[:2], gradients, strict=True):
         assert torch.equal(parameter.grad, (gradient.float() * (0.71 / 3.000001)).to(dtype))
+
+
+def test_clipping_without_a_gradient_does_nothing():
+    """As on a process that had no completions, while the norm over all processes is above the limit."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    clip([parameter], norm=3.0, limit=0.71)
+    assert parameter.grad is None

@@ -203,9 +203,9 @@ def _fits(optimizer: torch.optim.Optimizer, states: int, with_space: bool) -> bo
 
 def clip(parameters: Sequence[torch.nn.Parameter], norm: float, limit: float) -> None:
     """Scale gradients with total norm `norm` down to `limit`."""
-    if norm <= limit:
-        return
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if norm <= limit or not gradients:  # a process may have none, and torch refuses an empty list
+        return
     factor = torch.tensor(limit / (norm + 1e-6), dtype=torch.float64)  # a number would be rounded to 16 bits on a CPU
     torch._foreach_mul_(gradients, factor)  # a few launches, not one a tensor
 
