@@ -38,9 +38,7 @@ def rows_of(groups: Sequence[Group], names: Sequence[str], weights: Sequence[flo
         rewards = [] if group.recorded is None else group.recorded.double().tolist()
         for index, completion in enumerate(group.completions):
             scored = dict(zip(names, rewards[index], strict=True)) if rewards else dict.fromkeys(names, math.nan)
-            is_lost = group.lost is not None and bool(
-                group.lost[index]
-            )  # a reward failed: its sum would be lower by it
+            is_lost = group.lost is not None and bool(group.lost[index])  # its sum would lack a reward that failed
             rows.append(
                 {
                     "question": question,
