@@ -55,6 +55,11 @@ def test_every_spelling_is_read(words, given):
         (["demo", "--config", "x.yaml"], "demo and --config x.yaml are two values of one option; give one."),
         (["--config=x.yaml", "demo"], "demo and --config x.yaml are two values of one option; give one."),
         (["--old-name", "1"], "--old-name is not an option here. Use max_steps."),
+        (
+            ["--max-stpes", "3", "--zzz=1", "--use-pcu", "--old-name", "a", "b"],
+            "--max-stpes is not an option here. Did you mean --max-steps? --zzz is not an option here. --use-pcu is not an "
+            "option here. Did you mean --use-cpu? --old-name is not an option here. Use max_steps. --help-all shows every option.",
+        ),
     ],
 )
 def test_a_wrong_flag_is_answered_in_one_sentence(words, said):

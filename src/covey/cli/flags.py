@@ -84,17 +84,18 @@ def read_flags(
     """Parsed arguments, by name, as text (a list of texts for list flags, True or False for bare switches).
 
     `positional` names the arguments without a flag, in order; one that is a list flag takes all that are left. Raises ConfigError
-    for an unknown flag, with its sentence in `hints` or the nearest name, and for a value that is given by place and by its flag.
+    for unknown flags, each with its sentence in `hints` or the nearest name, and for a value that is given by place and by its flag.
     """
     by_name = {flag.name: flag for flag in flags}
     parsed: dict[str, Any] = {}
     placed: dict[str, str] = {}
+    unknown: dict[str, str] = {}
     free = list(positional)
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
         if word.startswith("-") and word != "-" and not _NUMBER.match(word):
-            _take_flag(word, rest, by_name, parsed, hints)
+            _take_flag(word, rest, by_name, parsed, unknown)
         elif free and free[0] in by_name and by_name[free[0]].is_list:
             parsed[free[0]] = [*parsed.get(free[0], []), word]
         elif free:
@@ -107,6 +108,7 @@ def read_flags(
                 if name in by_name
             ]
             raise ConfigError(f"{word!r} follows no flag; every value needs one{like[0] if like else ''}.")
+    _refuse_unknown(unknown, by_name, hints)
     for name, word in placed.items():
         if parsed.setdefault(name, word) != word:
             raise ConfigError(
@@ -116,7 +118,7 @@ def read_flags(
 
 
 def _take_flag(
-    word: str, rest: list[str], by_name: Mapping[str, Flag], parsed: dict[str, Any], hints: Mapping[str, str]
+    word: str, rest: list[str], by_name: Mapping[str, Flag], parsed: dict[str, Any], unknown: dict[str, str]
 ) -> None:
     spelled, is_assigned, assigned = word.partition("=")
     spelled = {f"-{flag.short}": flag.spelled for flag in by_name.values() if flag.short}.get(spelled, spelled)
@@ -126,8 +128,9 @@ def _take_flag(
         parsed[negated] = False
         return
     if not spelled.startswith("--") or name not in by_name:
-        hint = f" {hints[name]}" if name in hints else _near_flag(name, by_name)
-        raise ConfigError(f"{spelled} is not an option here.{hint}")
+        unknown[name] = spelled
+        _following(rest)
+        return
     flag = by_name[name]
     if flag.is_list:
         values = [assigned] if is_assigned else _following(rest)
@@ -157,13 +160,12 @@ def _following(rest: list[str]) -> list[str]:
     return values
 
 
-def _near_flag(name: str, by_name: Mapping[str, Flag]) -> str:
-    spellings = {other: flag.spelled for other, flag in by_name.items()}
-    near = did_you_mean(name, spellings)
-    for other, spelled in spellings.items():
-        if near == f" Did you mean {other}?":
-            return f" Did you mean {spelled}?"
-    return " --help-all shows every option."
+def _refuse_unknown(unknown: Mapping[str, str], by_name: Mapping[str, Flag], hints: Mapping[str, str]) -> None:
+    as_flag = lambda sentence: re.sub(r"\w+(?=\?$)", lambda word: spelled(word[0]), sentence)
+    near = {name: f" {hints[name]}" if name in hints else as_flag(did_you_mean(name, by_name)) for name in unknown}
+    if unknown:
+        sentences = [f"{shown} is not an option here.{near[name]}" for name, shown in unknown.items()]
+        raise ConfigError(" ".join(sentences) + ("" if all(near.values()) else " --help-all shows every option."))
 
 
 def read_yaml(path: str | Path, flags: Iterable[Flag], hints: Mapping[str, str] = NO_HINTS) -> dict[str, Any]:
