@@ -12,7 +12,7 @@ from transformers import BloomConfig, FalconConfig, GraniteMoeHybridConfig, Qwen
 
 from covey import GRPOConfig, GRPOTrainer, __version__, demo
 from covey.cli import main
-from covey.data import PromptStream, load, prepare_tokenizer
+from covey.data import PromptStream, follow, load, prepare_tokenizer
 from covey.errors import ConfigError, DataError
 from covey.evaluation.compare.run_data import read_runs
 from covey.learner.trials import reason_against_sharing
@@ -54,6 +54,20 @@ def test_a_tracker_that_is_missing_is_refused_before_the_model_is_looked_for(tmp
     args = GRPOConfig(str(tmp_path), report_to="dagshub", num_generations=2, per_device_train_batch_size=2)
     with pytest.raises(ConfigError, match="needs the package dagshub"):
         GRPOTrainer(model=str(tmp_path / "nowhere"), reward_funcs="length", args=args, train_dataset=dataset)
+
+
+def test_a_live_source_without_max_steps_is_refused_before_the_model_is_looked_for(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    dataset = follow(str(tmp_path / "rows.jsonl"))
+    args = GRPOConfig(str(tmp_path / "run"), num_generations=2, per_device_train_batch_size=2)
+    with pytest.raises(ConfigError, match="a stream, which has no length: set max_steps"):
+        GRPOTrainer(model=str(tmp_path / "nowhere"), reward_funcs="length", args=args, train_dataset=dataset)
+
+
+def test_an_aggregate_that_is_none_is_refused_before_rows_are_read(tmp_path, capsys):
+    words = ["--model", "demo", "--dataset", str(tmp_path / "nowhere.jsonl"), "-o", str(tmp_path / "judge")]
+    assert main(["reward", "train", *words, "--aggregate", "max"]) == 2
+    assert "--aggregate max is not known; use min, prod, mean." in capsys.readouterr().err
 
 
 def test_a_ray_that_does_not_start_is_told_in_a_sentence(tmp_path, monkeypatch):

@@ -136,11 +136,9 @@ def _learn_steps(
     """A process reward model, saved in `folder`: numbers on the steps of the held-out completions, and a sentence."""
     from covey.cli.reward_steps import as_json, in_words, judged
     from covey.rewards import preference, steps
-    from covey.rewards.builtin.process_reward import AGGREGATES, SEPARATOR
+    from covey.rewards.builtin.process_reward import SEPARATOR
 
     aggregate = options["aggregate"] or "min"
-    if aggregate not in AGGREGATES:
-        raise ConfigError(f"--aggregate {aggregate} is not known; use {', '.join(AGGREGATES)}.")
     separator = options["step_separator"] or SEPARATOR
     reward = steps.load_step_classifier(options["model"], device, separator=separator, aggregate=aggregate)
     steps.train(reward, rows, how, on_step)
@@ -158,6 +156,10 @@ def _check(options: dict[str, Any]) -> None:
         raise ConfigError(f"{options['output']} is there already; give another --output.")
     if options["eval_dataset"] is None and not 0 < options["held_out"] < 1:
         raise ConfigError(f"--held-out {options['held_out']} must be between 0 and 1, or give --eval-dataset.")
+    from covey.rewards.builtin.process_reward import AGGREGATES
+
+    if options["aggregate"] not in (None, *AGGREGATES):
+        raise ConfigError(f"--aggregate {options['aggregate']} is not known; use {', '.join(AGGREGATES)}.")
 
 
 def _examples(options: dict[str, Any]) -> tuple[Examples, Examples]:

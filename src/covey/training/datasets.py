@@ -30,7 +30,8 @@ def refuse_no_data(train_dataset: Any, eval_dataset: Any, args: GRPOConfig) -> N
     """
     if train_dataset is None and eval_dataset is None:
         raise DataError("train_dataset is missing; give a data set with a column 'prompt', or an environment_factory.")
-    if isinstance(train_dataset, IterableDataset) and not hasattr(train_dataset, "__len__") and args.max_steps <= 0:
+    is_stream = isinstance(train_dataset, IterableDataset | LiveDataset) and not hasattr(train_dataset, "__len__")
+    if is_stream and args.max_steps <= 0:
         raise ConfigError("train_dataset is a stream, which has no length: set max_steps.")
     held_out = eval_dataset.values() if isinstance(eval_dataset, Mapping) else (eval_dataset,)
     has_stream = any(isinstance(dataset, IterableDataset) for dataset in (train_dataset, *held_out))
