@@ -131,7 +131,8 @@ def refuse_wrong_machine(recipe: Recipe, memory: Sequence[int], has_limit: bool 
     """
     if not memory:
         raise ConfigError(
-            f"--recipe {recipe.name} is for {recipe.facts['gpus']}, and PyTorch sees no GPU here; run it there, or add --dry-run."
+            f"--recipe {recipe.name} is for {recipe.facts['gpus']}, and PyTorch sees no GPU here; run it there, or plan it "
+            f"here: covey doctor plan --recipe {recipe.name}."
         )
     if recipe.processes > 1:
         raise ConfigError(f"--recipe {recipe.name} needs {recipe.processes} processes: {recipe.launch}")
