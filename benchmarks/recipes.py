@@ -176,12 +176,9 @@ def main(names: list[str]) -> None:
 
 
 def page() -> None:
-    """Write the table of docs/recipes.md from the files."""
+    """Write both tables of docs/recipes.md: sizes by card, and every file."""
     from covey.cli.recipe import recipes
 
-    place = Path(__file__).parents[1] / "docs" / "recipes.md"
-    start, _, rest = place.read_text().partition("<!-- recipes: written by benchmarks/recipes.py -->\n")
-    _, _, end = rest.partition("<!-- end -->")
     rows = ["| recipe | GPUs | seconds a step | GiB at the peak | measured |", "|---|---|--:|--:|---|"]
     for name, recipe in recipes().items():
         facts = recipe.facts
@@ -189,8 +186,33 @@ def page() -> None:
             f"| [{name}](../src/covey/recipes/{name}.yaml) | {facts['gpus']} | {facts['planned_seconds_a_step']} | "
             f"{facts['planned_peak_gib']} | {facts['measured']} |"
         )
-    table = "\n".join(rows)
-    place.write_text(f"{start}<!-- recipes: written by benchmarks/recipes.py -->\n\n{table}\n\n<!-- end -->{end}")
+    place = Path(__file__).parents[1] / "docs" / "recipes.md"
+    text = filled(
+        place.read_text(), "<!-- cards: written by benchmarks/recipes.py -->", cards(), "<!-- end of cards -->"
+    )
+    place.write_text(filled(text, "<!-- recipes: written by benchmarks/recipes.py -->", rows, "<!-- end -->"))
+
+
+def cards() -> list[str]:
+    """Rows of the table of sizes by card: the plain recipes on GSM8K."""
+    rows = ["| your GPUs | in the name | all weights: `full` | LoRA: `lora` |", "|---|---|---|---|"]
+    for card, (_, words) in CARDS.items():
+        plain = [recipe for recipe in RECIPES if (recipe.card, recipe.data, recipe.more) == (card, "gsm8k", "")]
+        links = {
+            way: [f"[{r.size.upper()}](../src/covey/recipes/{r.name}.yaml)" for r in plain if r.way == way]
+            for way in WAYS
+        }
+        if plain:
+            rows.append(
+                f"| {words} | `{card}` | {', '.join(links['full']) or 'none'} | {', '.join(links['lora']) or 'none'} |"
+            )
+    return rows
+
+
+def filled(text: str, start: str, rows: list[str], end: str) -> str:
+    """The text with the rows between two marks."""
+    before, _, rest = text.partition(f"{start}\n")
+    return before + f"{start}\n\n" + "\n".join(rows) + f"\n\n{end}" + rest.partition(end)[2]
 
 
 if __name__ == "__main__":
