@@ -94,7 +94,9 @@ def test_a_recipe_that_is_not_there_is_refused_with_what_is(words, said, capsys)
 
 def test_a_recipe_is_refused_on_a_machine_that_cannot_run_it():
     lora, many = recipe.recipes()["qwen2.5-7b-lora-h100"], recipe.recipes()["qwen2.5-7b-full-8xh100"]
-    with pytest.raises(ConfigError, match="is for H100, and PyTorch sees no GPU here; .* covey doctor plan --recipe qwen"):
+    with pytest.raises(
+        ConfigError, match="is for H100, and PyTorch sees no GPU here; .* covey doctor plan --recipe qwen"
+    ):
         recipe.refuse_wrong_machine(lora, [])
     with pytest.raises(ConfigError, match="and the GPU here has 12 GiB"):
         recipe.refuse_wrong_machine(lora, [12 * 2**30])
