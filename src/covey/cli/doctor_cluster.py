@@ -71,9 +71,8 @@ def show(setup: Setup, lora: Any, *, is_json: bool) -> int:
     best = fitting[0]
     learners, writers = best.plan.setup.gpus, best.plan.setup.writers
     served = f", and a vLLM server (covey serve-vllm) on {writers}" if best.options.get("vllm_mode") == "server" else ""
-    output.result(
-        f"\nthe first as options of covey train, on {learners} process{'es' if learners > 1 else ''}{served}:"
-    )
+    noun = "process" if learners == 1 else "processes"
+    output.result(f"\nthe first as options of covey train, on {learners} {noun}{served}:")
     for name, value in best.options.items():
         output.result(f"  {name}: {json.dumps(value) if isinstance(value, bool | dict) else value}")
     output.say(f"\n{CALIBRATED}")
