@@ -200,12 +200,20 @@ def test_a_damaged_file_of_answers_is_named(tmp_path, capsys):
 
 
 @pytest.mark.nightly
-def test_comparing_waits_for_no_torch(tmp_path):
-    for name, rate in (("a", 1), ("b", 2)):
-        write_run(tmp_path / name, scores={4: [0, 1, 1]}, learning_rate=rate)
+def test_looking_at_runs_waits_for_no_torch(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    for folder, rate in ((a, 1), (b, 2)):
+        write_run(folder, scores={4: [0, 1, 1]}, learning_rate=rate)
+    verbs = (
+        ["compare", a, b, "--html", tmp_path / "r.html"],
+        ["report", a, "-o", tmp_path / "report.html"],
+        ["plot", a, "-o", tmp_path / "plot.svg"],
+        ["checkpoints", "list", a],
+    )
     code = (
         "import sys; from covey.cli import main\n"
-        f"assert main(['compare', {str(tmp_path / 'a')!r}, {str(tmp_path / 'b')!r}, '--html', {str(tmp_path / 'r.html')!r}]) == 0\n"
-        "assert 'torch' not in sys.modules"
+        f"for words in {[[*map(str, words)] for words in verbs]!r}:\n"
+        "    assert main(words) == 0, words\n"
+        "    assert 'torch' not in sys.modules, words"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from covey.errors import CheckpointError, StorageError
-from covey.runs import serialization, status
+from covey.runs import status
 from covey.runs.checksums import is_ours, problems, seal
 from covey.runs.storage import refusal, remove_tree, sync_folder
 
@@ -44,6 +44,8 @@ def save(
     path) and never before the new one is verified. Raises StorageError when the disk refuses: nothing is left behind then,
     and the earlier checkpoints are as they were.
     """
+    from covey.runs import serialization  # with torch, which a list of checkpoints does not wait for
+
     try:
         staging = stage(run_dir, step)
     except OSError as error:
@@ -95,6 +97,8 @@ def commit(staging: Path) -> Path:
 
 def load_state(checkpoint: Path) -> Any:
     """The state tree of a checkpoint, tensors on the CPU. Raises CheckpointError when it is missing or damaged."""
+    from covey.runs import serialization
+
     return serialization.read(checkpoint / STATE)
 
 

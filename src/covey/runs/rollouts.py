@@ -9,15 +9,16 @@ of the rewards), `reward/<function>` as it gave it (null: not scored), `advantag
 `values`, `mask`, `advantages`, `token/<name>` (of what the learner computed: `token/entropy`, in nats, and `token/teacher_gap`, a teacher's log-probability minus the policy's).
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from torch import Tensor
 
 from covey.errors import RunFolderError
 from covey.runs.evaluations import total_of
@@ -27,7 +28,11 @@ from covey.runs.step_files import path_of as path_of
 from covey.runs.step_files import steps as steps
 from covey.runs.step_files import truncate_to as truncate_to
 from covey.runs.step_files import write_table
-from covey.types import Completion, Group, Prompt, TokenNumbers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from covey.types import Completion, Group, Prompt, TokenNumbers
 
 Row = TypeVar("Row", bound=Mapping[str, Any])
 _PER_TOKEN = ("logprobs", "old_logp", "ref_logp", "values", "mask", "observations")
