@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import random
 import re
@@ -13,7 +14,7 @@ import torch
 
 from covey.errors import ConfigError, ServerError
 from covey.rollout import NativeSampler, SamplingParams
-from covey.rollout.vllm import VLLMSampler, plain_weights
+from covey.rollout.vllm import VLLMSampler, colocated, plain_weights
 from kit import tiny_model, tiny_tokenizer
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -63,6 +64,13 @@ def test_without_vllm_a_sentence_says_what_to_install() -> None:
         pytest.skip("vLLM is installed here")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_its_type_is_that_of_the_weights_whatever_the_file_says(dtype: str) -> None:
+    model = adapted(tiny_model("qwen2").to(getattr(torch, dtype)))
+    model.config.dtype = torch.float16
+    assert colocated._dtype_of(model) == dtype
+
+
 # -- with vLLM ---------------------------------------------------------------------------------------------------------------
 
 
@@ -76,17 +84,22 @@ def drawn() -> list[tuple[float, ...]]:
 def sampler(drawn: list[tuple[float, ...]]) -> VLLMSampler:
     pytest.importorskip("vllm")
     model = tiny_model("qwen2", hidden=128, layers=2)
+    model.config.dtype = torch.bfloat16  # as most files say, whose weights a run trains in float32
     for starts in (False, True):
         for seed in (torch.manual_seed, random.seed, numpy.random.seed):
             seed(7)
         if starts:
-            sampler = VLLMSampler(model, tiny_tokenizer(), eos_ids=[2], dtype="float32", max_rows=3)
+            sampler = VLLMSampler(model, tiny_tokenizer(), eos_ids=[2], max_rows=3)
         drawn.append((float(torch.rand(())), random.random(), float(numpy.random.rand())))
     return sampler
 
 
 def test_it_draws_as_many_rows_at_once_as_it_is_asked_to(sampler: VLLMSampler) -> None:
     assert sampler.engine.llm_engine.vllm_config.scheduler_config.max_num_seqs == 3
+
+
+def test_it_computes_in_the_type_of_the_weights_not_of_their_file(sampler: VLLMSampler) -> None:
+    assert sampler.dtype == "float32"
 
 
 PROMPTS = ["Tom has 3 apples.", "2 + 2 =", "Hello"]
@@ -116,6 +129,25 @@ def test_drawn_completions_carry_their_own_log_probabilities(sampler: VLLMSample
             start = len(group.prompt.token_ids)
             expected = logp[start - 1 : -1].gather(1, completion.token_ids[:, None])[:, 0]
             assert torch.allclose(completion.logprobs, expected, atol=5e-3)
+
+
+def test_a_seed_repeats_the_draws(sampler: VLLMSampler) -> None:
+    draw = lambda seed: completions_of(sampler, SamplingParams(max_tokens=8, seed=seed), n=4)
+    assert draw(1) == draw(1) != draw(2)
+    assert all(len({tuple(ids) for ids, _ in group}) > 1 for group in draw(1).values())
+
+
+def test_a_load_of_weights_in_another_type_says_nothing(sampler: VLLMSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would warn of each weight, at every step."""
+    heard: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", heard.append)
+    logging.getLogger("vllm").addHandler(handler)
+    try:
+        sampler.load(tiny_model("qwen2", hidden=128, layers=2, seed=5).double(), version=0)
+    finally:
+        logging.getLogger("vllm").removeHandler(handler)
+    assert [record.getMessage() for record in heard if record.levelno >= logging.WARNING] == []
 
 
 def test_leaving_in_the_middle_leaves_nothing_behind(sampler: VLLMSampler) -> None:

@@ -79,9 +79,9 @@ def test_options_together_give_the_log_probabilities_of_the_distribution_that_th
 
 
 def test_tokens_are_as_frequent_as_their_log_probabilities_say(running, tmp_path):
-    """800 first tokens; chi-square of eight tokens at a chance of 1e-6, as draws do not repeat here."""
+    """800 first tokens; chi-square of eight tokens at a chance of 1e-6."""
     model = load_model("demo")
-    params = SamplingParams(max_tokens=1, temperature=1.5, top_k=8, repetition_penalty=1.1)
+    params = SamplingParams(max_tokens=1, temperature=1.5, top_k=8, repetition_penalty=1.1, seed=1)
     (group,) = sampler_of(running, model, tmp_path).sample(["12 + 30 ="], 800, params)
     logp, count = {}, dict[int, int]()
     for one in group.completions:
@@ -90,6 +90,16 @@ def test_tokens_are_as_frequent_as_their_log_probabilities_say(running, tmp_path
     expected = {token: 800 * torch.tensor(value).exp().item() for token, value in logp.items()}
     assert sum(expected.values()) > 780
     assert sum((count[token] - expected[token]) ** 2 / expected[token] for token in count) < 40.5
+
+
+def test_a_seed_repeats_the_draws(running, tmp_path):
+    sampler = sampler_of(running, load_model("demo"), tmp_path)
+
+    def draw(seed):
+        groups = sampler.sample(PROMPTS, 4, SamplingParams(max_tokens=12, temperature=1.5, seed=seed))
+        return {group.prompt.uid: [one.token_ids.tolist() for one in group.completions] for group in groups}
+
+    assert draw(1) == draw(1) != draw(2)
 
 
 @pytest.mark.filterwarnings("ignore:.*goes on from step 2")

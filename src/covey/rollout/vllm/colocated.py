@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class VLLMSampler:
-    """A `Sampler` over a vLLM engine in this process. On a CPU build draws are not repeatable: vLLM has no seeds there.
+    """A `Sampler` over a vLLM engine in this process. A seed repeats the draws as far as the last bits of logits allow it.
 
     Log-probabilities are vLLM's own, after temperature and truncation; they differ from the learner's by its kernels' and its
     dtype's rounding, which `sampling/logp_difference` shows and the importance correction corrects.
@@ -68,6 +68,7 @@ class VLLMSampler:
     ) -> None:
         """Start an engine for models of this shape. `processor`: that of a model that reads images or sounds.
 
+        `dtype`: `auto` is the type of the model's weights, whatever its configuration names.
         `shards`: those of a model split over processes, each with an engine of its own.
 
         Raises ConfigError without vLLM, ModelError for a model that it cannot run.
@@ -79,10 +80,9 @@ class VLLMSampler:
         self.check_stop = check_stop
         """Callback between tokens; its exception ends the sampling."""
         self.context = max_model_length or context_limit(unwrapped(model))
-        self.is_cuda = next(model.parameters()).is_cuda
         self.tensor_parallel_size, self.regex = tensor_parallel_size, regex
-        self.sleeps = sleeps and self.is_cuda
-        if sleeps and not self.is_cuda:
+        self.sleeps = sleeps and next(model.parameters()).is_cuda
+        if sleeps and not self.sleeps:
             logger.warning("vllm_enable_sleep_mode=True changes nothing here: vLLM gives memory back on GPUs only.")
         refuse_unmerged(model)
         extra: dict[str, Any] = {"enable_sleep_mode": True} if self.sleeps else {}
@@ -94,6 +94,7 @@ class VLLMSampler:
             extra["model_impl"] = model_impl
         if max_rows is not None:
             extra["max_num_seqs"] = max_rows
+        dtype = _dtype_of(model) if dtype == "auto" else dtype  # vLLM's own would be the file's, or 16 bits for float32
         self.engine = _engine(model, processor or tokenizer, dtype, gpu_memory_utilization, self.context, extra)
         self.dtype = "float32" if self.engine.llm_engine.model_config.dtype == torch.float32 else None
         """Type that it computes in, where its log-probabilities are to equal a plain forward's."""
@@ -162,7 +163,7 @@ class VLLMSampler:
                 self.requests += 1
                 name, length = f"covey-{self.requests}", len(prompt.token_ids)
                 room = params.max_tokens if self.context is None else min(params.max_tokens, self.context - length)
-                key = sequence_key(seed, prompt.uid, occurrence, 0) % 2**31 if self.is_cuda else None
+                key = sequence_key(seed, prompt.uid, occurrence, 0) % 2**31
                 self._add(name, prompt, self._vllm_params(params, n, room, key))
                 waiting[name] = prompt
             while waiting:
@@ -194,7 +195,7 @@ class VLLMSampler:
         except ValueError as error:
             raise DataError(f"vLLM does not take prompt {prompt.uid} with its images or sounds: {error}.") from error
 
-    def _vllm_params(self, params: SamplingParams, n: int, room: int, seed: int | None) -> Any:
+    def _vllm_params(self, params: SamplingParams, n: int, room: int, seed: int) -> Any:
         from vllm import SamplingParams as VLLMParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -237,6 +238,12 @@ class VLLMSampler:
 def _name(request: str) -> str:
     """The request id as given; vLLM may append to it."""
     return "-".join(request.split("-")[:2])
+
+
+def _dtype_of(model: torch.nn.Module) -> str:
+    """Type of the weights in floating point, as vLLM names it."""
+    dtypes = (weight.dtype for weight in model.parameters() if weight.is_floating_point())
+    return str(next(dtypes)).removeprefix("torch.")
 
 
 def expect_vllm() -> None:

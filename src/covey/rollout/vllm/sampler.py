@@ -45,8 +45,8 @@ MOST_REQUESTS = 256
 class ServerSampler:
     """A `Sampler` over HTTP. `load` keeps the weights; they are sent when the next rollout begins.
 
-    Log-probabilities are the server's own, after temperature and truncation. On a server without CUDA a seed does not repeat the
-    draws. After a crash or hang the sampler waits for the server once, sends it the current weights, and requests the missing groups.
+    Log-probabilities are the server's own, after temperature and truncation. A seed repeats the draws as far as the last bits of
+    logits allow it: they vary with the requests that are computed together. After a crash or hang the sampler waits for the server once, sends it the current weights, and requests the missing groups.
     """
 
     def __init__(

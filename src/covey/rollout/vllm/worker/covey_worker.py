@@ -22,6 +22,8 @@ _CHUNKS = {"cpu": 2**17, "cuda": 2**24}
 """Values that are mixed at once: on a CPU as its cache holds them, on a GPU many for each launch."""
 _EYE_ROWS = 512
 _LOADERS = tuple(f"vllm.model_executor.model_loader.reload.{name}" for name in ("layerwise", "inplace"))
+_WHOLE_LOADERS = (_LOADERS[0], "vllm.model_executor.models.utils")
+"""Loggers that warn at every load: of modules without weights of their own, and of each weight that is rounded to the engine's type."""
 
 
 def block_of(name: str) -> str:
@@ -125,7 +127,7 @@ def _read(files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Without the warnings of these loggers, which expect every weight of the model."""
+    """Without the warnings of these loggers, some of which expect every weight of the model."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -150,7 +152,8 @@ def reload(worker: Any, **weights: Any) -> None:
     for method in kernels:
         method.moe_kernel = None
     try:
-        worker.reload_weights(**weights, is_checkpoint_format=True)
+        with _quiet(*_WHOLE_LOADERS):
+            worker.reload_weights(**weights, is_checkpoint_format=True)
     finally:
         for method, kernel in kernels.items():  # of experts that were not loaded
             method.moe_kernel = method.moe_kernel or kernel
