@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -227,6 +228,7 @@ class ReplyCache:
             if path is not None:
                 Path(where).parent.mkdir(parents=True, exist_ok=True)
             self._file = sqlite3.connect(where, timeout=30.0, check_same_thread=False, isolation_level=None)
+            weakref.finalize(self, self._file.close).atexit = False  # Python 3.13 warns of a file that only goes
             self._file.execute("PRAGMA journal_mode=WAL")
             self._file.execute("CREATE TABLE IF NOT EXISTS replies (asked BLOB PRIMARY KEY, text TEXT NOT NULL)")
         except (sqlite3.Error, OSError) as error:
@@ -242,10 +244,6 @@ class ReplyCache:
     def put(self, request: Mapping[str, Any], text: str) -> None:
         with self._lock:
             self._file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (_digest(request), clean(text)))
-
-    def close(self) -> None:
-        with self._lock:
-            self._file.close()
 
 
 def _digest(request: Mapping[str, Any]) -> bytes:
