@@ -193,10 +193,12 @@ def _code(value: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {"name": f"{module}:{name}"}
     if module.partition(".")[0] in _NOT_THE_USERS:
         return facts
+    code = getattr(value, "__code__", None)
     try:
+        if code and code.co_filename.startswith("<"):  # Python 3.13 has `python -c`'s lines for any "<string>"
+            raise OSError(code.co_filename)
         lines, number = inspect.getsourcelines(value)
     except (OSError, TypeError):  # typed at a prompt, or written in C
-        code = getattr(value, "__code__", None)
         digest = hashlib.sha256(code.co_code + repr(code.co_consts).encode()).hexdigest() if code else None
         return facts | {"file": None, "source": None, "sha256": digest}
     source = "".join(lines)
