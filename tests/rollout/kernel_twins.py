@@ -146,18 +146,14 @@ def _rotate(x, cosines, sines, pairs, by_pair, dtype):
     return torch.cat([turned * cosines + other * sines, rest], -1).to(dtype)
 
 
-def _draw(logits, uniforms, *, with_entropy=False, seen=None, penalty, **options):
-    params = SamplingParams(repetition_penalty=penalty, **options)
-    drawn = draw(logits, uniforms, params, seen=seen, with_entropy=with_entropy)
-    return drawn.tokens, drawn.logprobs, drawn.entropy
-
-
-def _draw_into(tables, logits, *, seen, **options):
+def _draw_into(tables, logits, *, seen, penalty, **options):
     t = SimpleNamespace(**tables)
     to = torch.where(t.live, t.output_row, len(t.tokens) - 1)
     written = t.written * t.live
-    tokens, logprobs, _ = _draw(logits, t.uniforms[to, written], seen=seen, **options)
-    t.tokens[to, written], t.logprobs[to, written] = tokens, logprobs
+    params = SamplingParams(repetition_penalty=penalty, **options)
+    drawn = draw(logits, t.uniforms[to, written], params, seen=seen)
+    tokens = drawn.tokens
+    t.tokens[to, written], t.logprobs[to, written] = tokens, drawn.logprobs
     t.token[:] = tokens
     t.position += t.live
     t.written += t.live

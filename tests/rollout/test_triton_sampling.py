@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton_cases import IN_THE_INTERPRETER, WAYS, compare
+from triton_cases import IN_THE_INTERPRETER, WAYS, compare, drawn
 
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import processed
@@ -58,18 +58,20 @@ def test_the_ends_of_the_uniforms_draw_the_first_and_the_last_possible_token(ker
 def test_broken_logits_give_a_log_probability_that_is_no_number(kernels, broken):
     logits = torch.randn(2, 4200)
     logits[0, 4150] = broken
-    tokens, logprobs, _ = kernels.draw(logits, torch.tensor([0.3, 0.3], dtype=torch.float64))
+    tokens, logprobs = drawn(kernels, logits, torch.tensor([0.3, 0.3], dtype=torch.float64), SamplingParams())
     assert logprobs.isnan().tolist() == [True, False]
     assert (tokens < 4200).all()
-    _, logprobs, _ = kernels.draw(torch.full((1, 50), -torch.inf), torch.tensor([0.3], dtype=torch.float64))
+    nothing = torch.full((1, 50), -torch.inf)
+    _, logprobs = drawn(kernels, nothing, torch.tensor([0.3], dtype=torch.float64), SamplingParams())
     assert logprobs.isnan().all()
 
 
 def test_a_rows_token_does_not_depend_on_its_batch(kernels):
     logits, uniforms = torch.randn(5, 5000).bfloat16(), torch.rand(5, dtype=torch.float64)
-    together, logprobs, _ = kernels.draw(logits, uniforms, top_p=0.8)
+    params = SamplingParams(top_p=0.8)
+    together, logprobs = drawn(kernels, logits, uniforms, params)
     for row in range(5):
-        alone, logprob, _ = kernels.draw(logits[row : row + 1], uniforms[row : row + 1], top_p=0.8)
+        alone, logprob = drawn(kernels, logits[row : row + 1], uniforms[row : row + 1], params)
         assert alone.item() == together[row]
         assert logprob.item() == logprobs[row]
 
@@ -77,7 +79,7 @@ def test_a_rows_token_does_not_depend_on_its_batch(kernels):
 def test_the_frequencies_are_the_probabilities(kernels):
     logits = torch.tensor([[0.0, 1.0, -1.0, 2.0, -torch.inf]])
     uniforms = torch.linspace(0, 1 - 1e-9, 200, dtype=torch.float64)
-    tokens, _, _ = kernels.draw(logits.expand(200, -1).contiguous(), uniforms)
+    tokens, _ = drawn(kernels, logits.expand(200, -1).contiguous(), uniforms, SamplingParams())
     shares = torch.bincount(tokens, minlength=5) / 200
     torch.testing.assert_close(shares, processed(logits, SamplingParams()).softmax(-1)[0], atol=0.01, rtol=0)
 

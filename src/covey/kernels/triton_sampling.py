@@ -115,24 +115,21 @@ def _threshold(
 # fmt: off
 @triton.jit
 def _scan(
-    logits, seen, thresholds, tops, totals, moments, V, row_stride, seen_stride, temperature, penalty,
-    HAS_SEEN: tl.constexpr, HAS_THRESHOLD: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
+    logits, seen, thresholds, tops, totals, V, row_stride, seen_stride, temperature, penalty,
+    HAS_SEEN: tl.constexpr, HAS_THRESHOLD: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     # fmt: on
-    """Largest score of a block, sum of the weights relative to it, and sum of weight times score."""
+    """Largest score of a block, and sum of the weights relative to it."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK_V + tl.arange(0, BLOCK_V)
     x = _scores(logits, seen, row, at, at < V, row_stride, seen_stride, temperature, penalty, HAS_SEEN)
     if HAS_THRESHOLD:
         x = tl.where(x < tl.load(thresholds + row), float("-inf"), x)
     top = tl.max(x, 0)
-    above = x - tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp(above)
+    weight = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
     to = row * tl.num_programs(1) + block
     tl.store(tops + to, top)
     tl.store(totals + to, tl.sum(weight, 0))
-    if WITH_ENTROPY:
-        tl.store(moments + to, tl.sum(weight * tl.maximum(above, -1e4), 0))  # 0 * -inf is not a number
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,26 +189,23 @@ def _advance(row, token, logprob, is_live, count, place, next_token, position, w
 # fmt: off
 @triton.jit(do_not_specialize=["no_output", "length"])
 def _pick(
-    logits, seen, thresholds, tops, totals, moments, uniforms, tokens, logprobs, entropies,
+    logits, seen, thresholds, tops, totals, uniforms, tokens, logprobs,
     next_token, position, written, limit, output_row, live, stopped, first, is_eos, no_output, length, never,
     V, blocks, row_stride, seen_stride, temperature, penalty,
-    HAS_STATE: tl.constexpr, ENDS: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_THRESHOLD: tl.constexpr, IS_GREEDY: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    ENDS: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_THRESHOLD: tl.constexpr, IS_GREEDY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
 ):
     # fmt: on
-    """Token, log-probability and entropy of a row: its block by the summed weights, then the token in the block."""
+    """Token and log-probability of a row: its block by the summed weights, then the token in the block."""
     # house: long, because a kernel is one function
     row = tl.program_id(0).to(tl.int64)
-    place, is_live, count = row, True, 0
-    if HAS_STATE:
-        is_live = tl.load(live + row) != 0
-        count = tl.where(is_live, tl.load(written + row), 0)
-        place = tl.where(is_live, tl.load(output_row + row), no_output) * length + count
+    is_live = tl.load(live + row) != 0
+    count = tl.where(is_live, tl.load(written + row), 0)
+    place = tl.where(is_live, tl.load(output_row + row), no_output) * length + count
     b = tl.arange(0, BLOCK_B)
     top_of = tl.load(tops + row * blocks + b, mask=b < blocks, other=float("-inf"))
     top = tl.max(top_of, 0)
-    share = tl.exp(top_of - top)
-    weight_of = tl.load(totals + row * blocks + b, mask=b < blocks, other=0.0) * share
+    weight_of = tl.load(totals + row * blocks + b, mask=b < blocks, other=0.0) * tl.exp(top_of - top)
     total = tl.sum(weight_of, 0)
     cumulative = tl.cumsum(weight_of.to(tl.float64), 0)
     whole = tl.max(cumulative, 0)
@@ -236,46 +230,12 @@ def _pick(
         token = tl.minimum(token, V - 1)
     score = tl.max(tl.where(at == token, x, float("-inf")), 0)
     token, logprob = token.to(tl.int64), score - top - tl.log(total)
-    if HAS_STATE:
-        # fmt: off
-        _advance(row, token, logprob, is_live, count, place, next_token, position, written, limit, live, stopped, first,
-                 is_eos, tokens, logprobs, never, ENDS)
-        # fmt: on
-        if HAS_SEEN:
-            tl.store(seen + row * seen_stride + token, 1)
-    else:
-        tl.store(tokens + row, token)
-        tl.store(logprobs + row, logprob)
-    if WITH_ENTROPY:
-        moment = tl.load(moments + row * blocks + b, mask=b < blocks, other=0.0)
-        shifted = moment * share + weight_of * tl.maximum(top_of - top, -1e4)
-        tl.store(entropies + row, tl.log(total) - tl.sum(shifted, 0) / total)
-
-
-def draw(
-    logits: Tensor,
-    uniforms: Tensor,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    penalty: float = 1.0,
-    seen: Tensor | None = None,
-    with_entropy: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tokens [R] int64, their log-probabilities [R] and entropies [R] from `logits` [R, V] and `uniforms` [R] in [0, 1).
-
-    Two launches, one more where top-k, top-p or min-p need a threshold. `temperature` 0 takes the likeliest token, the
-    first of equals, with its log-probability at temperature 1. `seen` [R, V] bool marks the tokens that `penalty` divides.
-    """
-    rows = len(logits)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    entropy = torch.empty_like(logprobs) if with_entropy else None
-    scan = _Scan.of(logits, temperature, top_k, top_p, min_p, penalty, seen, with_entropy)
-    scan.pick(uniforms, tokens, logprobs, entropy)
-    return tokens, logprobs, entropy
+    # fmt: off
+    _advance(row, token, logprob, is_live, count, place, next_token, position, written, limit, live, stopped, first,
+             is_eos, tokens, logprobs, never, ENDS)
+    # fmt: on
+    if HAS_SEEN:
+        tl.store(seen + row * seen_stride + token, 1)
 
 
 def draw_into(
@@ -289,12 +249,13 @@ def draw_into(
     penalty: float,
     seen: Tensor | None,
 ) -> None:
-    """Draw as `draw` does with each row's next uniform, store tokens and log-probabilities, and advance `state`.
+    """Draw a token a row from `logits` [R, V] with each row's next uniform, store it with its log-probability, and advance `state`.
 
-    Marks the drawn tokens in `seen`. No further launch.
+    Two launches, one more where top-k, top-p or min-p need a threshold. `temperature` 0 takes the likeliest token, the
+    first of equals, with its log-probability at temperature 1. `seen` [R, V] bool marks the tokens that `penalty` divides,
+    and from now on the drawn ones.
     """
-    scan = _Scan.of(logits, temperature, top_k, top_p, min_p, penalty, seen, False)
-    scan.pick(state.uniforms, state.tokens, state.logprobs, None, state)
+    _Scan.of(logits, temperature, top_k, top_p, min_p, penalty, seen).pick(state)
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,7 +267,6 @@ class _Scan:
     thresholds: Tensor
     tops: Tensor
     totals: Tensor
-    moments: Tensor
     scale: tuple[int, int, float, float]
     """Strides of `logits` and `seen`, temperature, penalty."""
     flags: dict[str, bool]
@@ -322,7 +282,6 @@ class _Scan:
         min_p: float,
         penalty: float,
         seen: Tensor | None,
-        with_entropy: bool,
     ) -> _Scan:
         if logits.stride(1) != 1:
             logits = logits.contiguous()
@@ -332,7 +291,6 @@ class _Scan:
         blocks = triton.cdiv(size, block)
         new = lambda *shape: torch.empty(*shape, dtype=torch.float32, device=logits.device)
         tops, totals = new(rows, blocks), new(rows, blocks)
-        moments = new(rows, blocks) if with_entropy else tops
         marks = seen.view(torch.uint8) if seen is not None and has_seen else tops
         scale = (logits.stride(0), marks.stride(0), 1.0 if is_greedy else temperature, penalty)
         has_k = 0 < top_k < size
@@ -345,29 +303,21 @@ class _Scan:
                 HAS_SEEN=has_seen, HAS_K=has_k, HAS_P=top_p < 1, N=CANDIDATES, PASSES=PASSES,
                 BLOCK_V=min(SEARCH_BLOCK, block), num_warps=8,
             )
-        flags = {"HAS_SEEN": has_seen, "HAS_THRESHOLD": has_threshold, "WITH_ENTROPY": with_entropy}
-        _scan[(rows, blocks)](logits, marks, thresholds, tops, totals, moments, size, *scale, **flags, BLOCK_V=block)
+        flags = {"HAS_SEEN": has_seen, "HAS_THRESHOLD": has_threshold}
+        _scan[(rows, blocks)](logits, marks, thresholds, tops, totals, size, *scale, **flags, BLOCK_V=block)
         # fmt: on
-        return _Scan(logits, marks, thresholds, tops, totals, moments, scale, flags, block, is_greedy)
+        return _Scan(logits, marks, thresholds, tops, totals, scale, flags, block, is_greedy)
 
-    def pick(
-        self, uniforms: Tensor, tokens: Tensor, logprobs: Tensor, entropy: Tensor | None, state: RowState | None = None
-    ) -> None:
-        """The second pass: results in `tokens` and `logprobs`, by row or by the tables of `state`."""
+    def pick(self, state: RowState) -> None:
+        """The second pass: draws, and advances the tables of `state`."""
         (rows, size), blocks = self.logits.shape, self.tops.shape[1]
-        nothing = self.tops  # a pointer that is not read
-        tables: tuple[Tensor, ...] = (nothing,) * 9
-        last = (0, 0, 0)
-        if state is not None:
-            live, stopped, is_eos = (x.view(torch.uint8) for x in (state.live, state.stopped, state.is_eos))
-            numbers = (state.token, state.position, state.written, state.limit, state.output_row)
-            tables = (*numbers, live, stopped, state.first, is_eos)
-            last = (len(state.tokens) - 1, state.tokens.shape[1], state.never)
+        live, stopped, is_eos = (x.view(torch.uint8) for x in (state.live, state.stopped, state.is_eos))
+        last = (len(state.tokens) - 1, state.tokens.shape[1], state.never)
         # fmt: off
         _pick[(rows,)](
-            self.logits, self.seen, self.thresholds, self.tops, self.totals, self.moments, uniforms, tokens, logprobs,
-            nothing if entropy is None else entropy, *tables, *last, size, blocks, *self.scale,
-            HAS_STATE=state is not None, ENDS=state is not None and state.ends, IS_GREEDY=self.is_greedy, **self.flags,
+            self.logits, self.seen, self.thresholds, self.tops, self.totals, state.uniforms, state.tokens, state.logprobs,
+            state.token, state.position, state.written, state.limit, state.output_row, live, stopped, state.first, is_eos, *last,
+            size, blocks, *self.scale, ENDS=state.ends, IS_GREEDY=self.is_greedy, **self.flags,
             BLOCK_V=self.block, BLOCK_B=triton.next_power_of_2(blocks),
         )
         # fmt: on

@@ -1,4 +1,4 @@
-"""From logits to tokens: one pass in fp32, one uniform a token, log-probability and entropy on the way.
+"""From logits to tokens: one pass in fp32, one uniform a token, log-probability on the way.
 
 A uniform depends on (seed, prompt, index of the completion, position) and on nothing else, so a completion does not change
 with the batch it is in. The draw inverts the cumulative distribution by blocks of the vocabulary instead of calling
@@ -28,8 +28,6 @@ class Draw:
     """[B] int64"""
     logprobs: Tensor
     """[B] float32, under the distribution the token was drawn from."""
-    entropy: Tensor | None = None
-    """[B] float32, in nats, of that distribution. None: not requested."""
 
 
 def draw(
@@ -38,7 +36,6 @@ def draw(
     params: SamplingParams,
     *,
     seen: Tensor | None = None,
-    with_entropy: bool = False,
     in_place: bool = False,
 ) -> Draw:
     """Draw one token a row from `logits` [B, V] with `uniforms` [B] in [0, 1).
@@ -50,16 +47,13 @@ def draw(
     scores = processed(logits, params, seen)  # [B, V]
     top = scores.amax(-1, keepdim=True)
     scores = scores - top if scores is logits and not in_place else scores.sub_(top)
-    weights = scores.exp() if with_entropy or params.is_greedy else scores.exp_()  # [B, V], the likeliest is 1
+    weights = scores.exp() if params.is_greedy else scores.exp_()  # [B, V], the likeliest is 1
     blocks = _blocks(weights)  # [B, V / BLOCK, BLOCK]
     sums = blocks.sum(-1)
     total = sums.sum(-1)
     tokens = scores.argmax(-1) if params.is_greedy else _invert(blocks, sums, uniforms)
     logprobs = (weights.gather(-1, tokens[:, None]).squeeze(-1) / total).log()
-    entropy = None
-    if with_entropy:
-        entropy = total.log() - (weights * scores.clamp(min=-1e4)).sum(-1) / total  # 0 * -inf is not a number
-    return Draw(tokens, logprobs, entropy)
+    return Draw(tokens, logprobs)
 
 
 def processed(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
@@ -120,12 +114,12 @@ def sequence_key(seed: int, uid: str, occurrence: int, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little", signed=True)
 
 
-def uniforms(keys: Sequence[int], positions: int, start: int = 0) -> Tensor:
-    """[B, positions] float64 in [0, 1): token `start + t` of completion `keys[b]` is drawn with entry `[b, t]`.
+def uniforms(keys: Sequence[int], positions: int) -> Tensor:
+    """[B, positions] float64 in [0, 1): token `t` of completion `keys[b]` is drawn with entry `[b, t]`.
 
     SplitMix64 (Steele, Lea and Flood 2014) with the key as state and the position as counter.
     """
-    counter = torch.arange(start + 1, start + positions + 1, dtype=torch.int64)
+    counter = torch.arange(1, positions + 1, dtype=torch.int64)
     z = torch.tensor(list(keys), dtype=torch.int64)[:, None] + counter * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
