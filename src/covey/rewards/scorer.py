@@ -278,12 +278,8 @@ def _attach(groups: Sequence[Group], events: Sequence[tuple[int, Event]], extras
     scored, start = [], 0
     for group in groups:
         stop = start + group.size
-        scored.append(
-            replace(
-                group,
-                events=(*group.events, *(event for index, event in events if start <= index < stop)),
-                extras={**group.extras, **{column: values[start:stop] for column, values in extras.items()}},
-            )
-        )
+        concerning = tuple(event for row, event in events if start <= row < stop)
+        logged = {column: values[start:stop] for column, values in extras.items()}
+        scored.append(replace(group, events=group.events + concerning, extras={**group.extras, **logged}))
         start = stop
     return scored
