@@ -144,15 +144,14 @@ class Learner:
         examples = [] if self.supervised is None else self.supervised.rows(step)
         self.limits.left_out.begin(completions=rows, sft=examples)
         self.policy.model.train(not self.disable_dropout or self.policy.is_checkpointing)
-        trains = [self.policy.auxiliary_coefficient != 0 or can_have_gradient(row, algorithm) for row in mine]
-        skippable = [
-            not train and self._needs_no_forward(row, algorithm) for row, train in zip(mine, trains, strict=True)
-        ]
-        pick = lambda flags: [row for row, flag in zip(mine, flags, strict=True) if flag]
-        evaluated = pick([not (train or skip) for train, skip in zip(trains, skippable, strict=True)])
-        trained = pick(trains)
+        trained, evaluated, skipped = list[Row](), list[Row](), list[Row]()
+        for row in mine:
+            if self.policy.auxiliary_coefficient != 0 or can_have_gradient(row, algorithm):
+                trained.append(row)
+            else:
+                (skipped if self._needs_no_forward(row, algorithm) else evaluated).append(row)
         algorithm = self.prepared(algorithm, (evaluated, trained), totals)
-        parts = [{**algorithm.metrics(as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(skippable)] if rows]
+        parts = [{**algorithm.metrics(as_drawn(skipped), totals), "loss": Sum(0.0)}] if skipped else []
         with self._abortable(), ordered_sums.on(self.policy.device):
             with torch.no_grad():  # for their metrics; their gradient is zero
                 totals = replace(

@@ -161,15 +161,13 @@ class Policy:
         has_siblings = self.packs_always or len({row.sharing for row in rows}) < len(rows)
         seen = next((row.placed for row in rows if row.placed.media is not None), None)
         computing = (self,) if against is None else (self, against.policy)
-        _ = [policy._splits() for policy in computing]  # a trial, which is not routed
+        for policy in computing:
+            policy._splits()  # its trial is made here, where no router is watched
         if seen is not None:
             context_parallel.expect_media(self, seen)
-        if has_siblings and all(
-            policy.shares_texts() and (seen is None or policy.embeds(seen)) for policy in computing
-        ):
-            packed: PaddedRows | SharedRows = share_rows(
-                rows, self.device, self.kernel, is_whole=self.auxiliary_coefficient != 0
-            )
+        packed: PaddedRows | SharedRows
+        if has_siblings and all(p.shares_texts() and (seen is None or p.embeds(seen)) for p in computing):
+            packed = share_rows(rows, self.device, self.kernel, is_whole=self.auxiliary_coefficient != 0)
             packed = packed if self.context is None else context_parallel.split(packed, self.context)
         else:
             packed = pad_rows(rows, self.pad_id, self.device)
