@@ -13,6 +13,7 @@ from covey.rollout.environments import Answer, Environment, Turn, replies
 from covey.rollout.forward import Forward, ModulesForward, plain_cache
 from covey.rollout.kv_cache import KVCache, rounded
 from covey.rollout.requests import LIMIT, OUTPUT_ROW, POSITION, SLOT, TOKEN, WRITTEN, RunningGroup
+from covey.rollout.softmax_attention import HIDDEN
 from covey.types import Prompt
 
 FEWEST, ENOUGH, BLOCK = 8, 64, 64
@@ -160,16 +161,21 @@ def extend_rows(cache: KVCache, rows: Sequence[int], counts: Sequence[int]) -> N
     A row's keys stay in one run of columns: its earlier keys move to the left, and all rows to the right where that takes room.
     """
     missing = max(count - cache.starts[row] for row, count in zip(rows, counts, strict=True))
-    if missing > 0:
-        cache.resize(cache.num_rows, missing + min(cache.starts))
-    starts, now = list(cache.starts), cache.step_column
+    ahead = missing + min(cache.starts) if missing > 0 else 0
+    if ahead:
+        cache.resize(cache.num_rows, ahead)
+        used = cache.step_column
+        for x in (*cache.suffix, cache.suffix_bias[None, :, None, :, None]):
+            x[:, :, :, ahead : ahead + used] = x[:, :, :, :used].clone()
+        cache.suffix_bias[:, :ahead] = HIDDEN
+    starts, now = [start + ahead for start in cache.starts], cache.step_column + ahead
     for row, count in zip(rows, counts, strict=True):
         start = starts[row]
         for buffer in cache.suffix:
             buffer[:, row, :, start - count : now - count] = buffer[:, row, :, start:now].clone()
         starts[row] -= count
         cache.suffix_bias[row, start - count : now] = 0.0
-    cache.set_starts(starts)
+    cache.set_starts(starts, now)
 
 
 def _batches(answers: Answers, most: int, is_padded: bool) -> Iterator[list[int]]:

@@ -33,6 +33,10 @@ class LayerShape:
         """The window, if it masks a key in a sequence of `positions` tokens; else None."""
         return self.window if self.window is not None and self.window.hides(positions) else None
 
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Shape of the layer's keys and values of `rows` rows."""
+        return 2, rows, self.heads, columns, self.width
+
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         return 2 * self.heads * self.width * dtype.itemsize
 
@@ -63,11 +67,11 @@ class KVCache:
         """`kernels` compute decode attention; without them, PyTorch's operations do. `states` are the model's, if it has some."""
         self.layers, self.device, self.dtype, self.context = tuple(layers), device, dtype, context
         self.kernels = kernels
-        self.states = None if states is None else RowStates(states, device)
-        self.prefix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, P, Hkv, columns, D]
-        self.suffix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, R, Hkv, columns, D]
-        self.prefix_bias = torch.zeros(0, 0, device=device, dtype=dtype)  # [P, columns]
-        self.suffix_bias = torch.zeros(0, 0, device=device, dtype=dtype)  # [R, columns]
+        self.states = None if states is None else RowStates(states, device, self._grown)
+        new = lambda *shape: torch.zeros(*shape, device=device, dtype=dtype)
+        self.prefix = [new(*layer.shape(0, 0)) for layer in layers]  # each [2, P, Hkv, columns, D]
+        self.suffix = [new(*layer.shape(0, 0)) for layer in layers]  # each [2, R, Hkv, columns, D]
+        self.prefix_bias, self.suffix_bias = new(0, 0), new(0, 0)  # [P, columns], [R, columns]
         self.prompt_lengths: list[int] = []  # of the P running prompts
         self.starts: list[int] = []  # first column of each of the R rows
         self.step_column = 0
@@ -81,11 +85,12 @@ class KVCache:
         for table in ("padded_owners", "row_map", "cache_tables", "_tables"):
             vars(self).pop(table, None)
 
-    def _zeros(self, layer: LayerShape, rows: int, columns: int) -> Tensor:
-        shape = (2, rows, layer.heads, columns, layer.width)
-        if self.device.type == "cpu":
-            return zeros(shape, self.dtype)
-        return torch.zeros(shape, device=self.device, dtype=self.dtype)
+    def _grown(self, name: Hashable, held: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
+        """The buffer `name` in this shape: `held`, a part of it so far, in the first indices of each dimension, `value` elsewhere."""
+        by_pages = self.device.type == "cpu" and not value
+        out = zeros(shape, held.dtype) if by_pages else held.new_full(tuple(shape), value)
+        out[tuple(map(slice, held.shape))] = held
+        return out
 
     @property
     def num_rows(self) -> int:
@@ -99,17 +104,20 @@ class KVCache:
     def add_prompts(self, lengths: Sequence[int]) -> range:
         """Allocate slots for prompts of these lengths; returns the slots."""
         old = len(self.prompt_lengths)
-        self._changed()
         self.prompt_lengths += lengths
-        columns, rows = rounded(max(self.prompt_lengths)), len(self.prompt_lengths)
+        slots = range(old, len(self.prompt_lengths))
+        self._fit_prefixes(old, slots.stop, rounded(max(self.prompt_lengths)))
+        column = torch.arange(self.prefix_bias.shape[1], device=self.device)
+        ends = torch.tensor(lengths, device=self.device)
+        self.prefix_bias[old : slots.stop] = torch.where(column < ends[:, None], 0.0, HIDDEN).to(self.dtype)
+        return slots
+
+    def _fit_prefixes(self, old: int, prompts: int, columns: int) -> None:
+        """Reallocate the prefixes for `prompts` prompts; the first `old` keep their keys."""
         for i, layer in enumerate(self.layers):
-            held = self.prefix[i][:, :old, :, :columns]
-            self.prefix[i] = self._zeros(layer, rows, columns)
-            self.prefix[i][:, :old, :, : held.shape[3]] = held
-        column = torch.arange(columns, device=self.device)
-        ends = torch.tensor(self.prompt_lengths, device=self.device)
-        self.prefix_bias = torch.where(column < ends[:, None], 0.0, HIDDEN).to(self.dtype)
-        return range(old, rows)
+            self.prefix[i] = self._grown(("prefix", i), self.prefix[i][:, :old], layer.shape(prompts, columns))
+        self.prefix_bias = self._grown("prefix_bias", self.prefix_bias[:old], (prompts, columns), HIDDEN)
+        self._changed()
 
     def add_rows(self, count: int) -> None:
         """Allocate `count` more rows, whose suffixes are empty."""
@@ -117,9 +125,13 @@ class KVCache:
         if not old:
             self.step_column = 0
         self.starts += [self.step_column] * count
-        self.resize(old)
+        self._fit_rows(old)
         if self.states is not None:
-            self.states.reserve(old, self.num_computed)
+            self.states.reserve(old, len(self.suffix_bias))
+
+    def _fit_rows(self, old: int) -> None:
+        """Allocate suffixes of the rows behind the first `old`."""
+        self.resize(old)
 
     def reserve(self, steps: int) -> None:
         """Nothing to do: columns are added as steps need them."""
@@ -129,30 +141,29 @@ class KVCache:
         if self.states is not None:
             self.states.begin(self.num_rows - len(owners), owners)
 
-    def set_starts(self, starts: list[int]) -> None:
-        """Set the first column of each row, after keys were moved within it."""
-        self.starts = starts
+    def set_starts(self, starts: list[int], step_column: int) -> None:
+        """Set the first column of each row and the step column, after keys were moved."""
+        self.starts, self.step_column = starts, step_column
         self._changed()
 
-    def resize(self, old: int, ahead: int = 0) -> None:
-        """Reallocate the suffixes: columns that none of the first `old` rows reads are dropped, and new columns added.
-
-        `ahead` of these stand before the columns in use.
-        """
+    def resize(self, old: int, more: int = 0) -> None:
+        """Reallocate the suffixes: columns that none of the first `old` rows reads are dropped, and new ones added, at least `more`."""
         first = min(self.starts[:old], default=self.step_column)
         used = self.step_column - first
         # kernels read used columns only, and untouched pages take no memory
         soon = min(used // 2, 4 * STEP) if self.kernels is not None else 0
-        columns, place = rounded(ahead + used + max(STEP, used // 8, soon)), slice(ahead, ahead + used)
+        columns = rounded(more + used + max(STEP, used // 8, soon))
+        self._fit_suffixes(old, self.num_computed, columns, first)
+
+    def _fit_suffixes(self, old: int, rows: int, columns: int, first: int = 0) -> None:
+        """Reallocate the suffixes: the columns in use of the first `old` rows, from `first` on, become the first ones."""
+        used = slice(first, self.step_column)
         for i, layer in enumerate(self.layers):
-            held = self.suffix[i][:, :old, :, first : self.step_column]
-            self.suffix[i] = self._zeros(layer, self.num_computed, columns)
-            self.suffix[i][:, :old, :, place] = held
-        bias = torch.full((self.num_computed, columns), HIDDEN, device=self.device, dtype=self.dtype)
-        bias[:old, place] = self.suffix_bias[:old, first : self.step_column]
-        self.suffix_bias = bias
-        self.starts = [start - first + ahead for start in self.starts]
-        self.step_column = ahead + used
+            held = self.suffix[i][:, :old, :, used]
+            self.suffix[i] = self._grown(("suffix", i), held, layer.shape(rows, columns))
+        self.suffix_bias = self._grown("suffix_bias", self.suffix_bias[:old, used], (rows, columns), HIDDEN)
+        self.starts = [start - first for start in self.starts]
+        self.step_column -= first
         self._changed()
 
     def drop_rows(self, freed: list[int], moved: list[int], left: int) -> None:
@@ -173,12 +184,12 @@ class KVCache:
         self.prompt_lengths = [self.prompt_lengths[p] for p in slots]
         self._changed()
         columns = rounded(max(self.prompt_lengths, default=0))
-        index = torch.tensor(slots, dtype=torch.int64, device=self.device)
         for i, buffer in enumerate(self.prefix):  # one layer at a time, to bound the memory of copies
-            self.prefix[i] = self._zeros(self.layers[i], len(slots), columns)
+            shape = self.layers[i].shape(len(slots), columns)
+            self.prefix[i] = self._grown(("prefix", i), buffer[:, :0, :, :columns], shape)
             for place, p in enumerate(slots):
                 self.prefix[i][:, place] = buffer[:, p, :, :columns]
-        self.prefix_bias = self.prefix_bias[index, :columns]
+        self.prefix_bias = self.prefix_bias[slots, :columns]
 
     def set_row_owners(self, owners: list[int]) -> None:
         """Set the prompt slot of each row; called after every change of rows or prompts."""
@@ -270,13 +281,18 @@ class KVCache:
             step = self.step(heads, repeats, width, rule.scale)
             return self.kernels.attend(step, query, key, value, self.suffix[layer], self.prefix[layer])
         keys, values = self.suffix[layer][:, :rows]
-        keys[:, :, self.step_column], values[:, :, self.step_column] = key, value
-        query = query.view(rows, heads, repeats, width)
-        suffix, shared = self._parts(layer, keys, values, self.row_map, repeats, rule.chosen)
-        return by_one_softmax(query, suffix, shared, self.row_map, rule).view(rows, -1, width)
+        self._append(keys, key)
+        self._append(values, value)
+        parts = self._parts(layer, keys, values, repeats, rule.chosen)
+        out = by_one_softmax(query.view(rows, heads, repeats, width), *parts, self.row_map, rule)
+        return out.view(rows, -1, width)
+
+    def _append(self, columns: Tensor, x: Tensor) -> None:
+        """Write `x` [R, Hkv, D] to the step column of `columns` [R, Hkv, columns, D]."""
+        columns[:, :, self.step_column] = x
 
     def _parts(
-        self, layer: int, keys: Tensor, values: Tensor, row_map: RowMap, repeats: int, chosen: Tensor | None = None
+        self, layer: int, keys: Tensor, values: Tensor, repeats: int, chosen: Tensor | None
     ) -> tuple[AttentionPart, AttentionPart]:
         """Parts of the rows' own `keys` and `values` [R, Hkv, columns, D] and of their prompts', masked by the layer's window.
 
@@ -286,4 +302,4 @@ class KVCache:
         buffer, bias = self.prefix[layer], self.biases(layer, rows)
         bias = bias if chosen is None else bias.of_chosen(chosen[:, 0], self.padded_owners)
         suffix = AttentionPart(keys, values, bias.of_suffix(heads))
-        return suffix, AttentionPart(buffer[0], buffer[1], bias.shared(row_map, repeats, heads))
+        return suffix, AttentionPart(buffer[0], buffer[1], bias.shared(self.row_map, repeats, heads))

@@ -5,7 +5,7 @@ A prompt's states are computed once and copied for each completion of its group;
 Keys and values of attention layers pass through that cache unchanged: the engine's attention keeps them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -159,20 +159,14 @@ def tensors_in(held: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
         yield from tensors_in(value, (*path, key))
 
 
-NewTensor: TypeAlias = Callable[[int, Tensor, "tuple[int, ...]"], Tensor]
-"""(index of the state, its rows so far, shape) to a tensor of this shape that begins with these rows, zeros behind."""
-
-
-def grown(index: int, held: Tensor, shape: tuple[int, ...]) -> Tensor:
-    out = held.new_zeros(shape)
-    out[: len(held)] = held
-    return out
+NewTensor: TypeAlias = Callable[[Hashable, Tensor, "tuple[int, ...]"], Tensor]
+"""(name, rows so far, shape) to a tensor of this shape that begins with these rows, zeros behind."""
 
 
 class RowStates:
     """States of R running rows, and of prompts whose rows have not begun."""
 
-    def __init__(self, places: StatePlaces, device: torch.device, new_tensor: NewTensor = grown) -> None:
+    def __init__(self, places: StatePlaces, device: torch.device, new_tensor: NewTensor) -> None:
         self.places, self.device, self.new_tensor = places, device, new_tensor
         self.tensors = [
             torch.zeros(0, *place.shape, dtype=place.dtype, device=device) for place in places.places
@@ -188,7 +182,9 @@ class RowStates:
         """Allocate `rows` rows; the first `held` keep their states."""
         if rows > self.capacity:
             shapes = [(rows, *place.shape) for place in self.places.places]
-            self.tensors = [self.new_tensor(i, self.tensors[i][:held], shape) for i, shape in enumerate(shapes)]
+            self.tensors = [
+                self.new_tensor(("state", i), self.tensors[i][:held], shape) for i, shape in enumerate(shapes)
+            ]
 
     def move(self, to: Sequence[int], source: Sequence[int]) -> None:
         """Rows `source` replace the rows `to`."""

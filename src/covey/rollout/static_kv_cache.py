@@ -12,8 +12,8 @@ from torch import Tensor
 
 from covey.kernels import TritonDecode, Window
 from covey.rollout.kv_cache import STEP, KVCache, LayerShape, rounded
-from covey.rollout.row_states import RowStates, StatePlaces
-from covey.rollout.softmax_attention import HIDDEN, KeyBias, RowMap, ScoreRule, by_one_softmax
+from covey.rollout.row_states import StatePlaces
+from covey.rollout.softmax_attention import HIDDEN, KeyBias, RowMap, ScoreRule
 from covey.rollout.static_buffers import StaticBuffers
 
 Attention = Literal["torch", "triton"]
@@ -72,10 +72,8 @@ class StaticKVCache(KVCache):
 
         `buffers` may be those of an earlier cache that is no longer used; by default they are new.
         """
-        super().__init__(layers, device, dtype, context)
+        super().__init__(layers, device, dtype, context, states=states)
         self.buffers = buffers or StaticBuffers(device)
-        if states is not None:
-            self.states = RowStates(states, device, lambda i, x, shape: self.buffers.grown(("state", i), x, shape))
         self.group_size, self.most_rows, self.attention = group_size, most_rows, attention
         self.longest = longest
         self.most_columns = rounded(longest + max(longest // 8, 2 * STEP))
@@ -90,6 +88,9 @@ class StaticKVCache(KVCache):
         shapes = tuple(x.shape for x in (self.prefix_bias, self.suffix_bias, self.members, self.first, self.back))
         rows = 0 if self.states is None else self.states.capacity
         return shapes, rows, frozenset(window for window in self.windows if window.hides(self.reach))
+
+    def _grown(self, name: Hashable, held: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
+        return self.buffers.grown(name, held, shape, value)
 
     def _table(self, name: str, size: int, value: int = 0) -> Tensor:
         return self.buffers.full(name, (size,), torch.int32, value)
@@ -107,28 +108,21 @@ class StaticKVCache(KVCache):
     # -- prompts and rows come and go -------------------------------------------------------------------------------
 
     def add_prompts(self, lengths: Sequence[int]) -> range:
-        old = len(self.prompt_lengths)
-        self.prompt_lengths += lengths
-        columns, prompts = rounded(max(self.prompt_lengths)), len(self.prompt_lengths)
-        room, held_columns = self.prefix_bias.shape
-        if prompts > room or columns > held_columns:
-            more = prompts if not room else max(prompts, room * 5 // 4)
-            self._grow_prefix(old, room if prompts <= room else more, max(columns, held_columns))
-        column = torch.arange(self.prefix_bias.shape[1], device=self.device)
-        ends = torch.tensor(lengths, device=self.device)
-        self.prefix_bias[old:prompts] = torch.where(column < ends[:, None], 0.0, HIDDEN).to(self.dtype)
-        self.lengths[old:prompts] = ends.to(torch.int32)
+        slots = super().add_prompts(lengths)
+        self.lengths[slots.start : slots.stop] = torch.tensor(lengths, dtype=torch.int32)
         self.reach = max(self.reach, min(max(lengths, default=0) + self.longest + 1, self.context))
-        return range(old, prompts)
+        return slots
 
-    def _grow_prefix(self, old: int, prompts: int, columns: int) -> None:
-        grown = self.buffers.grown
-        for i, layer in enumerate(self.layers):
-            shape = (2, prompts, layer.heads, columns, layer.width)
-            self.prefix[i] = grown(("prefix", i), self.prefix[i][:, :old], shape)
-        self.prefix_bias = grown("prefix_bias", self.prefix_bias[:old], (prompts, columns), HIDDEN)
-        self.lengths = grown("lengths", self.lengths[:old], (prompts,))
-        self._new_owners(prompts, len(self.first))
+    def _fit_prefixes(self, old: int, prompts: int, columns: int) -> None:
+        """Grow the prefixes where there is no room for these prompts."""
+        room, held_columns = self.prefix_bias.shape
+        if prompts <= room and columns <= held_columns:
+            return
+        if prompts > room:
+            room = max(prompts, room * 5 // 4) if room else prompts
+        super()._fit_prefixes(old, room, max(columns, held_columns))
+        self.lengths = self._grown("lengths", self.lengths[:old], (room,))
+        self._new_owners(room, len(self.first))
 
     def drop_prompts(self, slots: list[int]) -> None:
         self.prompt_lengths = [self.prompt_lengths[p] for p in slots]
@@ -138,17 +132,13 @@ class StaticKVCache(KVCache):
         self.prefix_bias[:left], self.lengths[:left] = self.prefix_bias[index], self.lengths[index]
         self.prefix_bias[left:], self.lengths[left:] = HIDDEN, 0
 
-    def add_rows(self, count: int) -> None:
-        old = self.num_rows
-        if not old:
-            self._set_step_column(0)
-        self.starts += [self.step_column] * count
+    def _fit_rows(self, old: int) -> None:
+        """Grow the suffixes where there is no room for the rows; those behind the first `old` see no key."""
+        self.now.fill_(self.step_column)
         if self.num_computed > len(self.first):
             columns = max(self.suffix_bias.shape[1], min(columns_for(STEP), self.most_columns))
-            self._grow_suffix(old, self.num_computed, columns)
+            self._fit_suffixes(old, self.num_computed, columns)
             self._new_owners(len(self.lengths), len(self.first))
-        if self.states is not None:
-            self.states.reserve(old, len(self.first))
         self.suffix_bias[old:] = HIDDEN
         self.first[old : self.num_rows], self.first[self.num_rows :] = self.step_column, NEVER
 
@@ -160,54 +150,29 @@ class StaticKVCache(KVCache):
 
     def reserve(self, steps: int) -> None:
         """Allocate columns for this many more decode steps. Columns that no row reads any more are dropped first."""
-        columns = self.suffix_bias.shape[1]
+        columns, first = self.suffix_bias.shape[1], min(self.starts, default=self.step_column)
         if self.step_column + steps <= columns:
             return
-        self._forget(min(self.starts, default=self.step_column))
-        if self.step_column + max(steps, columns // 8) > columns < self.most_columns:
-            target = columns_for(max(self.step_column + steps, columns + 1))
-            self._grow_suffix(self.num_rows, len(self.first), min(target, self.most_columns))
-
-    def _forget(self, first: int) -> None:
-        """Move all columns from `first` on to the front."""
-        if not first:
-            return
         used = self.step_column - first
-        for buffer in self.suffix:
-            buffer[:, :, :, :used] = buffer[:, :, :, first : self.step_column].clone()
-        self.suffix_bias[:, :used] = self.suffix_bias[:, first : self.step_column].clone()
-        self.suffix_bias[:, used:] = HIDDEN
-        self.starts = [start - first for start in self.starts]
-        self.first[: self.num_rows] -= first
-        self._set_step_column(used)
+        if used + max(steps, columns // 8) > columns < self.most_columns:
+            columns = min(columns_for(max(used + steps, columns + 1)), self.most_columns)
+        self._fit_suffixes(self.num_rows, len(self.first), columns, first)
 
-    def _grow_suffix(self, old: int, rows: int, columns: int) -> None:
-        used, grown = slice(self.step_column), self.buffers.grown
-        for i, layer in enumerate(self.layers):
-            shape = (2, rows, layer.heads, columns, layer.width)
-            self.suffix[i] = grown(("suffix", i), self.suffix[i][:, :old, :, used], shape)
-        self.suffix_bias = grown("suffix_bias", self.suffix_bias[:old, used], (rows, columns), HIDDEN)
-        self.first = grown("first", self.first[:old], (rows,), NEVER)
+    def _fit_suffixes(self, old: int, rows: int, columns: int, first: int = 0) -> None:
+        super()._fit_suffixes(old, rows, columns, first)
+        self.first = self._grown("first", self.first[:old], (rows,), NEVER)
+        self.first[:old] -= first
+        self.now.fill_(self.step_column)
 
-    def _set_step_column(self, step_column: int) -> None:
-        self.step_column = step_column
+    def set_starts(self, starts: list[int], step_column: int) -> None:
+        super().set_starts(starts, step_column)
+        self.first[: self.num_rows] = torch.tensor(starts, dtype=torch.int32)
         self.now.fill_(step_column)
 
-    def set_starts(self, starts: list[int]) -> None:
-        super().set_starts(starts)
-        self.first[: self.num_rows] = torch.tensor(starts, dtype=torch.int32)
-
-    def resize(self, old: int, ahead: int = 0) -> None:
-        self._forget(min(self.starts))
-        used, columns = self.step_column, self.suffix_bias.shape[1]
-        if used + ahead > columns:
-            self._grow_suffix(self.num_rows, len(self.first), columns_for(used + ahead))
-        for buffer in self.suffix:
-            buffer[:, :, :, ahead : ahead + used] = buffer[:, :, :, :used].clone()
-        self.suffix_bias[:, ahead : ahead + used] = self.suffix_bias[:, :used].clone()
-        self.suffix_bias[:, :ahead] = HIDDEN
-        self.starts = [start + ahead for start in self.starts]
-        self._set_step_column(used + ahead)
+    def resize(self, old: int, more: int = 0) -> None:
+        first, columns = min(self.starts), self.suffix_bias.shape[1]
+        used = self.step_column - first + more
+        self._fit_suffixes(self.num_rows, len(self.first), columns if used <= columns else columns_for(used), first)
 
     def set_row_owners(self, owners: list[int]) -> None:
         self.owners = owners
@@ -243,16 +208,16 @@ class StaticKVCache(KVCache):
         self.step_column += steps
 
     def attend_decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
-        rows, heads, width = key.shape
         if self.attention == "triton":
             return self.attend_in_kernels(layer, query, key, value, rule)
-        suffix = self.suffix[layer][:, :rows]
-        suffix[0].index_copy_(2, self.now, key[:, :, None])
-        suffix[1].index_copy_(2, self.now, value[:, :, None])
-        row_map = RowMap(self.members, self.back[:rows], is_regular=False)
-        parts = self._parts(layer, suffix[0], suffix[1], row_map, query.shape[1] // heads)
-        out = by_one_softmax(query.view(rows, heads, -1, width), *parts, row_map, rule)
-        return out.view(rows, -1, width)
+        return super().attend_decode(layer, query, key, value, rule)
+
+    @property
+    def row_map(self) -> RowMap:
+        return RowMap(self.members, self.back[: self.num_computed], is_regular=False)
+
+    def _append(self, columns: Tensor, x: Tensor) -> None:
+        columns.index_copy_(2, self.now, x[:, :, None])
 
     def attend_in_kernels(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule, rotation: Any = None
