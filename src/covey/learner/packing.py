@@ -141,8 +141,8 @@ def microbatches(
     )
 
     def fits(first: Row, count: int, tokens: int) -> bool:
-        limit = limit_of(whole[first.sharing], max_tokens, enough_tokens)
-        return count <= max_rows and (limit is None or tokens <= limit)
+        has_room = enough_tokens is None or tokens <= max(enough_tokens, whole[first.sharing])
+        return count <= max_rows and has_room and (max_tokens is None or tokens <= max_tokens)
 
     batches: list[list[Row]] = []
     tokens = widest = 0
@@ -182,14 +182,6 @@ def _of_whole_groups(
         if not fits(batches[place][0], len(batches[place]), tokens[place]):
             return None
     return [batches[place] for place in sorted(range(count), key=lambda place: -tokens[place])]
-
-
-def limit_of(group_tokens: int, max_tokens: int | None, enough_tokens: int | None) -> int | None:
-    """Token limit of a batch that begins with a group of `group_tokens`: `enough_tokens` or the whole group, at most `max_tokens`."""
-    if enough_tokens is None:
-        return max_tokens
-    limit = max(enough_tokens, group_tokens)
-    return limit if max_tokens is None else min(limit, max_tokens)
 
 
 def tokens_in(rows: Sequence[Row], shares_prompts: bool) -> int:
