@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,7 +48,11 @@ Weight = Callable[[int], float]
 """The weight at an optimizer step."""
 
 
-def weight_of(spec: Any) -> Weight:
+WeightOption: TypeAlias = float | str | Callable[[int], float]
+"""A weight as it is set: a number, a schedule such as `"linear:1:0:200"`, or a function of the step."""
+
+
+def weight_of(spec: WeightOption) -> Weight:
     """A number, `"linear:1:0:200"` (from 1 to 0 over 200 steps; also cosine and step), or a function of the step."""
     if callable(spec):
         return functools.partial(_weight_at, spec)

@@ -17,7 +17,7 @@ from covey.rewards.calling.caller import Caller
 from covey.rewards.calling.deadline import EventLoop
 from covey.rewards.calling.outcome import Outcome, logged_columns
 from covey.rewards.calling.workers import INSIDE, isolated
-from covey.rewards.combining import Combiner, is_moving, weight_of, within_float32
+from covey.rewards.combining import Combiner, WeightOption, is_moving, weight_of, within_float32
 from covey.rewards.contract import Batch, RewardSpec, check, specs_of, takes
 from covey.rewards.failures import Failures, with_scores
 from covey.rewards.replaced import Calculate, Replaced
@@ -47,7 +47,7 @@ class Scorer:
     def __init__(
         self,
         rewards: Sequence[RewardSpec | Reward],
-        weights: Sequence[float | str | Callable[[int], float]] | None = None,
+        weights: Sequence[WeightOption] | None = None,
         *,
         combiner: Combiner | None = None,
         timeout_seconds: float | None = 120.0,
@@ -55,7 +55,7 @@ class Scorer:
         on_error: str = "record",
         isolate: bool = True,
         workers: int = 0,
-        trainer_state: Callable[[], Any] | None = None,
+        trainer_state: Callable[[], object] | None = None,
         calculate: Calculate | None = None,
     ) -> None:
         if INSIDE in os.environ:
@@ -66,7 +66,7 @@ class Scorer:
         self.rewards = specs_of(rewards, weights)
         self.combiner = combiner or Combiner()
         self.combiner.running = [Spread(0.0, 0.0, 0.0)] * len(self.rewards)
-        self.weight_options: list[Any] = list(weights or [spec.weight for spec in self.rewards])
+        self.weight_options: list[WeightOption] = list(weights or [spec.weight for spec in self.rewards])
         """Weights [R] as they were set: numbers, schedules or functions of the step."""
         self._weights = [weight_of(weight) for weight in self.weight_options]
         self.read: Callable[[Group], Group] = lambda group: group
@@ -85,7 +85,9 @@ class Scorer:
         self._failures = Failures(self.names, error_limit, on_error)
 
     @staticmethod
-    def of(rewards: Any, weights: Sequence[Any] | None = None, *, device: Any = None, **options: Any) -> Scorer:
+    def of(
+        rewards: Any, weights: Sequence[WeightOption] | None = None, *, device: Any = None, **options: Any
+    ) -> Scorer:
         """A scorer of names, import paths, callables and reward models, one or several; `options` as the constructor's.
 
         `device`: where reward models compute that have no device of their own.
@@ -210,7 +212,7 @@ class Scoring:
     result does not depend on the order in which groups were added.
     """
 
-    def __init__(self, scorer: Scorer, callers: Sequence[Caller], trainer_state: Any) -> None:
+    def __init__(self, scorer: Scorer, callers: Sequence[Caller], trainer_state: object) -> None:
         self._scorer, self._callers = scorer, callers
         states = {caller: copied_state(trainer_state) for caller in callers if takes(caller.spec.call, "trainer_state")}
         self._states = [states.get(caller) for caller in callers]
@@ -243,17 +245,13 @@ class Scoring:
             self._callers[index].score(batch, self._states[index]) if pieces is None else None
             for index, pieces in enumerate(waiting)
         ]  # on this thread, while the others run concurrently
+        collect = lambda pieces: [(places, future.result()) for places, future in pieces or ()]  # waits for them
         whole = [
-            outcome or self._joined(caller, pieces or [], batch)
+            outcome or Outcome.joined(caller.spec.name, collect(pieces), len(batch))
             for caller, outcome, pieces in zip(self._callers, outcomes, waiting, strict=True)
         ]
         whole[0].notices += self._scorer.tidy(self._surroundings)
         return whole
-
-    def _joined(self, caller: Caller, pieces: Sequence[tuple[Sequence[int], Future[Outcome]]], batch: Batch) -> Outcome:
-        """Outcome of a reward that ran on another thread, once all of it has arrived."""
-        parts = [(places, future.result()) for places, future in pieces]
-        return Outcome.joined(caller.spec.name, parts, len(batch))
 
     def _pieces(
         self, index: int, groups: Sequence[Group] | None, batch: Batch

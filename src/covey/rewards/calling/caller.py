@@ -47,14 +47,14 @@ class Caller:
         """True when it runs concurrently with the caller's thread rather than on it."""
         return self.is_async or self.pool is not None or self.call_options.in_thread or self.call_options.streams
 
-    def submit(self, batch: Batch, trainer_state: Any) -> list[tuple[list[int], Future[Outcome]]]:
+    def submit(self, batch: Batch, trainer_state: object) -> list[tuple[list[int], Future[Outcome]]]:
         """Start scoring the batch, in one call or in one for each completion: places in the batch, and the future outcome."""
         start = lambda part: self._lanes.run(functools.partial(self.score, part, trainer_state))
         if self.call_options.unit != "completion":
             return [(list(range(len(batch))), start(batch))]
         return [([i], start(batch.take([i]))) for i in range(len(batch))]
 
-    def score(self, batch: Batch, trainer_state: Any) -> Outcome:
+    def score(self, batch: Batch, trainer_state: object) -> Outcome:
         """Score the batch by calls within the time limit; a pure reward's known scores are not asked again."""
         if self.cache is None:
             return self._called(batch, trainer_state)
@@ -66,7 +66,7 @@ class Caller:
         if self.pool is not None:
             self.pool.close()
 
-    def _called(self, part: Batch, trainer_state: Any) -> Outcome:
+    def _called(self, part: Batch, trainer_state: object) -> Outcome:
         call = _Call(self, trainer_state)
         outcome = evaluate(
             self.spec.name, call, part, seconds=self.limit, isolate=self.isolate, asks_again=self.asks_again
@@ -81,11 +81,11 @@ class Caller:
 class _Call:
     """An attempt at any part of a batch, and the time that its calls took."""
 
-    def __init__(self, caller: Caller, trainer_state: Any) -> None:
+    def __init__(self, caller: Caller, trainer_state: object) -> None:
         self.caller, self.trainer_state = caller, trainer_state
         self.seconds, self.count = 0.0, 0
 
-    def __call__(self, part: Batch, limit: float | None) -> tuple[Any, Logged]:
+    def __call__(self, part: Batch, limit: float | None) -> tuple[object, Logged]:
         caller, logged = self.caller, Logged(len(part))
         caller.breaker.refuse(caller.spec.name)
         keywords = arguments(caller.spec.call, part, logged, self.trainer_state)
@@ -97,7 +97,7 @@ class _Call:
             self.seconds += time.perf_counter() - started
         return [returned] if caller.call_options.is_singular else returned, logged
 
-    def _run(self, keywords: dict[str, Any], logged: Logged, limit: float | None) -> Any:
+    def _run(self, keywords: dict[str, Any], logged: Logged, limit: float | None) -> object:
         caller = self.caller
         reward = caller.spec.call
         if (before := call_options_of(reward).before) is not None:
@@ -106,17 +106,13 @@ class _Call:
             return call_in_worker(caller.pool, keywords, logged, limit)
         if caller.is_async:
             return caller.loop.run(lambda: reward(**keywords), limit, caller.spec.name)
-        call = functools.partial(_as_list, reward, keywords, logged.size)
-        returned = (
-            call_within(limit, call)
-            if caller.is_concurrent
-            else self._guarded(functools.partial(call_within, limit, call))
-        )
+        call = functools.partial(call_within, limit, functools.partial(_as_list, reward, keywords, logged.size))
+        returned = call() if caller.is_concurrent else self._guarded(call)
         if inspect.isawaitable(returned):  # a lambda around a coroutine function
             return caller.loop.run(lambda: returned, limit, caller.spec.name)
         return returned
 
-    def _guarded(self, call: Callable[[], Any]) -> Any:
+    def _guarded(self, call: Callable[[], object]) -> object:
         """Result of `call()`; process-wide state that it changed is restored before anything else runs."""
         before = Surroundings.now()
         try:
@@ -125,7 +121,7 @@ class _Call:
             self.caller.changed.update(dict.fromkeys(before.put_back()))
 
 
-def _as_list(reward: Reward, keywords: dict[str, Any], size: int) -> Any:
+def _as_list(reward: Reward, keywords: dict[str, Any], size: int) -> object:
     """The reward's result. An iterator is read here, so that its work counts against the time limit: at most `size + 1` values."""
     returned = reward(**keywords)
     return list(itertools.islice(returned, size + 1)) if isinstance(returned, Iterator) else returned
