@@ -225,7 +225,7 @@ class Algorithm:
         """[N, T]; a loss of one number a sequence stays so for an aggregate that takes it (`takes_rows`)."""
         return per_token if getattr(self.aggregate, "takes_rows", False) else per_token.expand_as(tokens.mask)
 
-    def _parts(self) -> dict[str, Any]:
+    def _parts(self) -> dict[str, object]:
         """Parts by slot, such as `weights.0`; None in a slot without one."""
         several = {f"{slot}.{index}": part for slot in _MANY for index, part in enumerate(getattr(self, slot))}
         return {slot: getattr(self, slot) for slot in _SINGLE} | several

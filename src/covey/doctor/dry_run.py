@@ -32,7 +32,7 @@ from covey.learner.memory_estimate import (
 from covey.learner.packing import Row, tokens_in
 from covey.learner.preparation import prepare_for_training
 from covey.learner.worst_case import groups_of
-from covey.models import disable_dropout, dtype_of
+from covey.models import disable_dropout, dtype_of, unwrapped
 from covey.process.device import free_on
 from covey.process.world import World
 from covey.rollout.kernel_choice import BFLOAT16_FROM
@@ -260,7 +260,7 @@ def _learner(args: GRPOConfig, model_config: Any, peft_config: Any, live: FakeBy
         if averages(algorithm.reference):
             learner.reference.mix(learner.policy, alpha=0.5)
     if not target.on_cpu:
-        vocabulary = learner.policy.model.get_output_embeddings().weight.shape[0]
+        vocabulary = unwrapped(learner.policy.model).get_output_embeddings().weight.shape[0]
         device = None if target.logits else torch.accelerator.current_accelerator()
         learner.policy.logits_chunk = chunk_for(vocabulary, args.logits_chunk_tokens, device, elements=target.logits)
     limit, batch = args.max_tokens_per_microbatch, args.per_device_train_batch_size

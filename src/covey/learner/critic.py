@@ -19,6 +19,7 @@ from covey.learner.measured import Measured
 from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
 from covey.learner.policy import Policy
 from covey.learner.shared_prompt import SharedRows
+from covey.models import unwrapped
 from covey.process.sharding import Shards
 
 
@@ -95,7 +96,7 @@ class ValueModel(nn.Module):
         """
         decoder = _decoder_copy(policy.model).requires_grad_(True)
         shards = None if shard is None else shard(decoder)
-        return ValueModel(decoder, policy.model.config.get_text_config().hidden_size, policy, shards)
+        return ValueModel(decoder, unwrapped(policy.model).config.get_text_config().hidden_size, policy, shards)
 
     def values(self, measured: Measured, batch: Sequence[Row]) -> Tensor:
         rows, inputs = self._inputs(measured, batch)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from covey.algorithms import Algorithm, Needs
 from covey.learner.critic import Critic, no_critic
@@ -42,7 +43,7 @@ class Learner:
     policy: Policy
     reference: Reference
     optimizer: torch.optim.Optimizer
-    scheduler: Any
+    scheduler: LRScheduler
     world: World
     max_completion_length: int
     limits: BatchLimits = field(default_factory=BatchLimits)
@@ -61,8 +62,8 @@ class Learner:
     """True if completions may come from older weights, so that the sampler's log-probabilities are not the current policy's."""
     overlaps_reduction: bool = True
     """Overlap the gradient all-reduce with the last micro-batch's backward. False if that accumulates a gradient in pieces."""
-    scaler: Any = None
-    """torch.amp.GradScaler, for float16 only."""
+    scaler: torch.amp.GradScaler | None = None
+    """Loss scaling, for float16 only."""
     critic: Critic = field(default_factory=no_critic)
     teacher: AnyTeacher | None = None
     """Teacher model of a distillation."""
@@ -328,7 +329,7 @@ class Learner:
         norm = norms[0]
         if trained[1]:
             metrics["value_grad_norm"] = Last(norms[1])
-        metrics |= {"grad_norm": Last(norm), "learning_rate": Last(self.scheduler.get_last_lr()[0])}
+        metrics |= {"grad_norm": Last(norm), "learning_rate": Last(float(self.scheduler.get_last_lr()[0]))}
         verdict = self.guard.check(metrics, step, loss_scale=None if self.scaler is None else self.scaler.get_scale())
         if verdict.is_left_out:
             self.optimizer.zero_grad(set_to_none=True)

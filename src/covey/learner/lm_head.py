@@ -207,7 +207,7 @@ class LinearLogProbability(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, logp_gradient: Tensor | None, entropy_gradient: Tensor | None) -> Any:
+    def backward(ctx: Any, logp_gradient: Tensor | None, entropy_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         shape: LogitTransform = ctx.shape
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]

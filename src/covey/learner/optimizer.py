@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from covey.errors import ConfigError, MemoryLimitError, ModelError
 from covey.learner.shard_optimizer import is_bitsandbytes, on_shards, select_overrides, widen_embeddings
@@ -103,13 +104,16 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def schedule_of(scheduler: Any) -> list[float]:
+def schedule_of(scheduler: LRScheduler) -> list[float]:
     """Factor of each group's learning rate at the current step; empty for a schedule that is no function of the step."""
     return [float(factor(scheduler.last_epoch)) for factor in getattr(scheduler, "lr_lambdas", ())]
 
 
 def follow_options(
-    optimizer: torch.optim.Optimizer, scheduler: Any, saved: Mapping[str, Any], options: Sequence[Mapping[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler,
+    saved: Mapping[str, Any],
+    options: Sequence[Mapping[str, Any]],
 ) -> None:
     """Change a restored optimizer and schedule where their options are no longer those that they were `saved` with.
 
@@ -134,7 +138,7 @@ def follow_options(
         scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
-def lower_rates(optimizer: torch.optim.Optimizer, scheduler: Any, factor: float) -> None:
+def lower_rates(optimizer: torch.optim.Optimizer, scheduler: LRScheduler, factor: float) -> None:
     """Multiply the learning rate of every parameter group now, and of all later steps of the schedule."""
     for group in optimizer.param_groups:
         for name in ("lr", "initial_lr", "min_lr", "max_lr"):  # the last two of OneCycleLR
@@ -150,7 +154,7 @@ def lower_rates(optimizer: torch.optim.Optimizer, scheduler: Any, factor: float)
         scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
-def _schedules_in(scheduler: Any) -> Iterator[Any]:
+def _schedules_in(scheduler: LRScheduler) -> Iterator[Any]:
     """A schedule and those that it is made of, as SequentialLR and ChainedScheduler."""
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):

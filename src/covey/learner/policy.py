@@ -49,7 +49,7 @@ class OtherModel(Teaching, Protocol):
 class Policy:
     """A causal LM (PEFT included) as the learner and the reference use it."""
 
-    model: Any
+    model: nn.Module
     pad_id: int
     temperature: float = 1.0
     """Temperature of the log-probabilities, that of sampling."""
@@ -210,10 +210,9 @@ class Policy:
             if self.shards is not None and reads_media(self.model):
                 hidden = depending(hidden, self.parameters())
             picked = pick_rows(hidden, rows.source)  # [M, D], or [M, V] if decoder and head cannot be separated
-            options: dict[str, Any] = {"temperature": self.temperature, "chunk": self.logits_chunk}
-            head = self.head()
-            logp, entropies = score_tokens(picked, rows.target, head, entropy=entropy, **options)
-            measured = [signal and signal.measured(picked, head, rows.target, **options) for signal in signals]
+            head, scale, chunk = self.head(), self.temperature, self.logits_chunk
+            logp, entropies = score_tokens(picked, rows.target, head, temperature=scale, entropy=entropy, chunk=chunk)
+            measured = [x and x.measured(picked, head, rows.target, temperature=scale, chunk=chunk) for x in signals]
         return picked, logp, entropies, balance, measured
 
     def hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Balance | None]:
@@ -235,7 +234,7 @@ class Policy:
             return decoder(use_cache=False, **inputs).last_hidden_state, None
         return self.model(use_cache=False, **inputs).logits, None
 
-    def _inputs(self, rows: PaddedRows) -> tuple[dict[str, Any], Any]:
+    def _inputs(self, rows: PaddedRows) -> tuple[dict[str, Any], nn.Module]:
         """Model inputs for padded rows, and the submodule that computes hidden states from them."""
         if not rows.placed:
             return {"input_ids": rows.input_ids}, decoder_of(self.model)

@@ -59,7 +59,7 @@ class SharedRows:
     """Kernel of the attention: own (one function, on a CPU; SDPA by part elsewhere), sdpa (always by part), flex."""
     windows: Mapping[int, Window | None] = field(default_factory=dict)
     """Windows of the model's layers by index."""
-    masks: dict[Window | None, Any] = field(default_factory=dict)
+    masks: dict[Window | None, object] = field(default_factory=dict)
     """FlexAttention's block masks by window, created on first use."""
     heads: set[AttentionHeads] | None = None
     """If given, collects the shapes of the attention layers."""
@@ -90,7 +90,7 @@ class SharedRows:
         window = None if layer is None else self.windows.get(layer)
         return window if window is not None and window.hides(self.longest) else None
 
-    def mask(self, window: Window | None) -> Any:
+    def mask(self, window: Window | None) -> object:
         """FlexAttention's block mask under `window`; None for the other kernels."""
         if window not in self.masks:
             self.masks[window] = SharedPromptAttention.mask(self.layouts, self.kernel, self.input_ids.device, window)

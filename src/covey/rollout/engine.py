@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from covey.data import num_embeddings
 from covey.errors import ConfigError, MediaUnsupported, MemoryLimitError, Unsupported
 from covey.kernels import DecodeKernels
@@ -50,7 +52,7 @@ class NativeSampler:
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         tokenizer: Any,
         *,
         eos_ids: Sequence[int] | None = None,
@@ -107,7 +109,7 @@ class NativeSampler:
         self.version = 0
         self._running: Callable[[], Scheduler | None] = lambda: None
 
-    def _take(self, model: Any) -> None:
+    def _take(self, model: nn.Module) -> None:
         """Choose the fastest forward pass and kernels that reproduce this model's logits."""
         self.forward = best_forward(model, self.dtype, self.float32_head)
         if self.records_experts:
@@ -130,7 +132,7 @@ class NativeSampler:
         self.banned = banned_ids(model)
         self._media_reason: tuple[str | None] | None = None
 
-    def load(self, policy: Any, version: int) -> None:
+    def load(self, policy: nn.Module, version: int) -> None:
         """Sample with the current weights of this model from now on."""
         started = time.perf_counter()
         if policy is not self.model or not self.forward.refresh():

@@ -126,7 +126,7 @@ def build_critic(algorithm: Algorithm, policy: Policy, shard: Shard | None = Non
         return no_critic()
     if algorithm.has_separate_critic:
         return ValueModel.of(policy, shard)
-    hidden: Any = policy.model.config.get_text_config().hidden_size
+    hidden: Any = unwrapped(policy.model).config.get_text_config().hidden_size
     return ValueHead(hidden, policy.device)
 
 
