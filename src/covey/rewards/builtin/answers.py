@@ -16,16 +16,24 @@ _JOINED = frozenset({"", ",", ";", "or", "and"})
 _STATED = re.compile(r"\b(?:answer|result)(?:[ \t]+is|[ \t]*[:=])[ \t]*:?|答案[ \t]*[是为：:]*", re.IGNORECASE)  # noqa: RUF001 - a full-width colon
 _SENTENCE = re.compile(r"\.(?=\s|$)|\n|。")
 _MATHS = re.compile(r"\$(?!\s)[^$\n]{1,300}(?<!\s)\$(?!\d)|\\\([^\n]{1,300}?\\\)|\\\[[^\n]{1,300}?\\\]")
-_INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?: [0-9]{3})+|[0-9]+)(?![0-9]|,[0-9])"
-_NUMBER = re.compile(rf"(?<![\w.])[-+]?\$?-?{_INTEGER}(?:\.[0-9]+)?(?:/[0-9]+)?|(?<![\w.])[-+]?\.[0-9]+", re.ASCII)
-_GOES_ON = re.compile(
-    r"\w*(?:[ \t]*(?:\\?%|!|\^|:|(?:hundred|thousand|million|billion|trillion|dozen)s?\b))*", re.IGNORECASE
+_INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?: [0-9]{3})+|[0-9]+)(?![0-9]|[,'][0-9])"
+_NUMBER = re.compile(
+    rf"(?<![\w.√½¼¾])(?<![0-9]['\u2019])[-+]?\$?-?{_INTEGER}(?:\.[0-9]+)?(?:/[0-9]+)?|(?<![\w.])[-+]?\.[0-9]+", re.ASCII
 )
-_IN_A_LIST = re.compile(r"[0-9)}\]$%][\s$*]*(?:,|;|\band\b)?[\s$*]+$|\bor\b[\s$*]*$|[\\^_{]$", re.IGNORECASE)
+_GOES_ON = re.compile(
+    r"\w*(?:[ \t]*(?:\\?%|!|\^|:|(?:(?:hundred|thousand|million|billion|trillion|dozen|third|quarter)s?|halves|percent|squared|cubed|factorial)\b))*",
+    re.IGNORECASE,
+)
+_IN_A_LIST = re.compile(
+    r"[0-9)}\]$%][\s$*]*(?:(?:,|;|\band\b)[\s$*]*|[\s$*]+)$|\bor\b[\s$*]*$|[\\^_{]$|[0-9)][ \t]*[-+*/\u00d7÷][ \t]*$|[<>≤≥≠][\s$]*$|(?:^|\n)[0-9]+\.\s+$",
+    re.IGNORECASE,
+)
+"""Text before a number that is one of several, or an operand."""
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
 _DENIED = re.compile(
-    r"\b(?:not|never|nor|neither|or|than|except|minus|negative|(?:any|every|no)thing but|all but)\b[^.;:=0-9]*$"
-    r"|n't\b[^.;:=0-9]*$|\bhalf(?: of)?\s*$",
+    r"\b(?:not|never|nor|neither|or|than|except|minus|negative|cannot|no longer|(?:any|every|no)thing but|all but)\b[^.;:=0-9]*$"
+    r"|n['\u2019]t\b[^.;:=0-9]*$|(?:\b(?:half|twice|double|triple|root|at least|at most|over|under|above|below|about|around|approximately|roughly|almost|nearly)"
+    r"(?: of)?|≈|~)[\s$*]*$",
     re.IGNORECASE,
 )
 _LONGEST_NUMBER = 100
@@ -92,7 +100,7 @@ def final_answer(text: str) -> str | None:
     text = conclusion(text)
     if _last_mark(text) is not None or _last_boxes(text) is not None:
         return marked_answer(text)
-    end = text[-_LONGEST_STATEMENT:].translate(_WIDE)
+    end = text[-_LONGEST_STATEMENT:].translate(_WIDE | _MINUS)
     stated = None
     for stated in _STATED.finditer(end):  # noqa: B007 - the last
         pass
@@ -119,14 +127,17 @@ def _last_mark(text: str) -> tuple[int, str] | None:
 
 def _last_boxes(text: str) -> tuple[int, str] | None:
     """Place of the last box, and its content with that of the boxes that it joins on to; empty where it is never closed."""
-    joined, after = list[str](), -1
+    joined, after, ends = list[str](), -1, -1
     starts = [box.start() for box in _BOX.finditer(text)]
     for start in starts[:-_MOST_BOXES:-1]:
         content, end = _box_at(text, start)
+        if joined and content and end > ends:  # a box around the others
+            joined, after = [_BOX.sub("", content)], start
+            continue
         if joined and (end > after or text[end:after].strip(" \t\r\n$") not in _JOINED):
             break
         joined.append(content)
-        after = start
+        after, ends = start, max(end, ends)
     parts = list(dict.fromkeys(reversed(joined)))
     return (starts[-1], ", ".join(parts) if all(parts) else "") if joined else None
 
@@ -166,16 +177,33 @@ def _last_value(text: str) -> str | None:
 
 # -- comparing ------------------------------------------------------------------------------------------------------------
 
+_MINUS = dict.fromkeys(map(ord, "−–﹣⁻"), ord("-"))  # noqa: RUF001
 _WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
-_SIGNS = str.maketrans({"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "\\div ", "π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "√": "\\sqrt ", "²": "^2", "³": "^3", "°": "^\\circ ", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "~": " "})  # noqa: RUF001  # fmt: skip
+_SIGNS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "±": "\\pm ", "∅": "\\emptyset ", "∪": "\\cup ", "∈": "\\in ", "≠": "\\ne ", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "⅓": "\\frac{1}{3}", "⅔": "\\frac{2}{3}", "×": "\\times ", "·": "\\cdot ", "÷": "\\div ", "π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "√": "\\sqrt ", "°": "^\\circ ", "\u00a0": " ", "\u202f": " ", "\u2009": " "})  # noqa: RUF001  # fmt: skip
+_POWERS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _WRITTEN = (
     (re.compile(r"\\(?:left|right|big|Big|bigl|bigr|displaystyle|limits|!)(?![a-zA-Z])"), ""),
-    (re.compile(r"(?<!\\)\\[,;: ]"), " "),
+    (re.compile(r"(?<!\\)\\(?:[,;: ]|$)|(?<=[\w.,$})])~"), " "),
+    (re.compile(r"(?<=[\w)}])\*\*(?=[\w(])"), "^"),
+    (re.compile(r"\*\*"), ""),
+    (re.compile(r"[⁻⁰¹²³⁴-⁹]+"), lambda power: f"^{{{power[0].translate(_POWERS)}}}"),
     (re.compile(r"\\q?quad(?![a-z])"), ";"),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\[dtc]frac(?![a-z])"), r"\\frac"),
     (re.compile(r"\\(?:text(?:bf|rm|it|normal)?|math(?:rm|bf|it)|mbox)\{([^{}]*)\}"), r" \1 "),
     (re.compile(r"\\([%$])"), r"\1"),
+    (re.compile(r"\\[lr]vert(?![a-z])"), "|"),
+    (re.compile(r"\\colon(?![a-z])"), ":"),
+    (re.compile(r"\b([ap])\. ?m\b\.?", re.IGNORECASE), r"\1m"),
+    (re.compile(r"\(?(?:\\[bp]?|\b)mod(?![a-z])\s*\{?\s*([0-9]+)\s*\}?\s*\)?"), r"\\pmod\1"),
+    (
+        re.compile(r"(?:\(|\[)\s*\\begin\{array\}\{[clr|]+\}(.*?)\\end\{array\}\s*[)\]]", re.DOTALL),
+        r"\\begin{pmatrix}\1\\end{pmatrix}",
+    ),
+    (re.compile(r"\\(?:bar|dot)\{?([0-9]+)\}?"), r"\\overline{\1}"),
+    (re.compile(r"\(([0-9A-Z]+)\)_"), r"\1_"),
+    (re.compile(r"_\{ ?\(([0-9]+)\) ?\}"), r"_{\1}"),
+    (re.compile(r"\binfinity\b", re.IGNORECASE), r"\\infty"),
     (re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-z]))|\\degree(?![a-z])"), "°"),
     (re.compile(r"\\(l|g|n)eq(?![a-z])"), r"\\\1e"),
     (re.compile(r"\\varnothing"), r"\\emptyset"),
@@ -185,13 +213,28 @@ _WRITTEN = (
     (re.compile(r"(?<!\\)\b[A-Za-z]{2,}\b"), lambda word: word[0].casefold()),
     (re.compile(r"\s+"), " "),
     (re.compile(r" (?![\w\\])|(?<![\w},]) |(?<=,) (?![0-9]{3}(?![0-9]))| (?=\\(?!frac))"), ""),
+    (re.compile(r"(\\begin\{[a-z]+\}|\\[a-zA-Z]+(?= [0-9])) "), r"\1"),
 )
 _HEAD = re.compile(r"([-+]?)([$€£¥]?)(?:(?<=[$€£¥])(-?))?")
+_UNIT = re.compile(
+    r"(?<=[\w})\]!])(?<!\\cdot)(?<!\\times)( ?(?:%|°[CF]?|[$€£¥¢])|(?: |(?<=[0-9}]))[^\W\d_]+(?:[ /*.^23]{1,2}[^\W\d_]+)*(?:\^?[23])?)$"
+)
+_VALUE = re.compile(r"[0-9\\]|^.$")
 _SOLE_LETTER = re.compile(r"[(\[]?([A-E])[)\].]?", re.IGNORECASE)
 _PERIOD = re.compile(r"([0-9]*)\.([0-9]*)\\overline\{([0-9]+)\}")
 _RATIO = re.compile(rf"({_INTEGER})/({_INTEGER})|\\frac\{{(-?[0-9]+)\}}\{{(-?[0-9]+)\}}")
 _MIXED = re.compile(r"([0-9]+) ?(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|(?<= )([0-9]+)/([0-9]+))")
 _DECIMAL = re.compile(rf"({_INTEGER})?(\.[0-9]*)?(?:e([-+]?[0-9]{{1,3}}))?", re.IGNORECASE)
+_SCIENTIFIC = re.compile(r"([0-9.,]+)(?:\\times|\\cdot|\*)10\^(?:(-?[0-9])|\{(-?[0-9]{1,3})\})(?![0-9])")
+_SIZED = re.compile(r"(.+?) ?(thousand|million|billion|trillion)")
+MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+"""Powers of ten by word."""
+_MEANINGS = (
+    dict.fromkeys(("\\emptyset", "\\{\\}", "no solutions", "empty set"), "no solution")
+    | dict.fromkeys(("\\mathbb{R}", "all real numbers"), "(-\\infty,\\infty)")
+    | {"dne": "does not exist", "+\\infty": "\\infty"}
+)
+"""One of several texts of the same meaning."""
 NUMERALS = {word: i for i, word in enumerate(["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"])}  # fmt: skip
 
 
@@ -201,12 +244,13 @@ def plain(text: str) -> str:
     >>> plain(r"$\left( 1,\, 2 \right)$"), plain(r"\text{No  Solution}."), plain(r"\dfrac12"), plain("1 2")
     ('(1,2)', 'no solution', '\\frac{1}{2}', '1 2')
     """
-    text = text.translate(_WIDE).translate(_SIGNS).replace("**", "")
+    text = text.translate(_WIDE).translate(_SIGNS)
     for pattern, written in _WRITTEN:
         text = pattern.sub(written, text)
-    text = _strip_math(text.strip()).rstrip(".").strip()
+    text = _strip_math(text.strip())
+    text = re.sub(r"(?<!\.)\.$", "", text).strip()
     letter = _SOLE_LETTER.fullmatch(text)
-    return letter[1].upper() if letter else text
+    return letter[1].upper() if letter else _MEANINGS.get(text, text)
 
 
 def is_same(answer: str, gold: str, context: Collection[str] = ()) -> bool:
@@ -250,24 +294,27 @@ def number(text: str) -> Fraction | None:
 def quantity(text: str, context: Collection[str] = ()) -> tuple[Fraction, str] | None:
     """(value, unit) of a `plain` text that is a number with an optional unit or currency sign; `None` for others."""
     body, unit = split_unit(text, context) if len(text) <= _LONGEST_NUMBER + 40 else ("", "")
-    head = _HEAD.match(body)
-    sign, currency = (head[1] or head[3], head[2]) if head is not None else ("", "")
-    value = _value(body[head.end() :] if head is not None else body)
-    return None if value is None else (-value if sign == "-" else value, unit or currency)
+    value = _value(body.lstrip("+-") if body[1:2] not in ("+", "-") else "")
+    return None if value is None else (-value if body[0] == "-" else value, unit)
 
 
 def split_unit(text: str, context: Collection[str] = ()) -> tuple[str, str]:
-    r"""A `plain` text without the unit at its end, and the unit; empty where none stands there.
+    r"""A `plain` text without the unit at its end or the currency before it, and the unit; empty where there is none.
 
     >>> split_unit("5 cm"), split_unit("10\\sqrt{2} m"), split_unit("50%"), split_unit("5 million")
     (('5', 'cm'), ('10\\sqrt{2}', 'm'), ('50', '%'), ('5 million', ''))
     """
-    match = re.compile(r"(?<=[\w})\]!])( ?(?:%|°[CF]?)|(?: |(?<=[0-9}]))[^\W\d_]+(?:[ /*.^23]{1,2}[^\W\d_]+)*(?:\^?[23])?)$").search(text)  # fmt: skip
-    if match is None or not match.start():
-        return text, ""
+    head = _HEAD.match(text)
+    sign, currency = (head[1] or head[3] or "", head[2]) if head is not None else ("", "")
+    body = sign + text[head.end() :] if head is not None and currency else text
+    match = _UNIT.search(body)
+    if match is None or (not _VALUE.search(body[: match.start()]) and body[: match.start()] not in NUMERALS):
+        return body, currency
     name = unit_name(match[0])
     has_room = len(match[0]) > 1 or not (match[0].isascii() and match[0].isalpha())  # `5m` is a product, `5 m` a length
-    return (text[: match.start()], name) if has_room and is_unit(name, context) else (text, "")
+    if not (has_room and is_unit(name, context)):
+        return body, currency
+    return body[: match.start()], name if currency in ("", name) else currency + name
 
 
 def is_plain(text: str) -> bool:
@@ -291,6 +338,10 @@ def _value(text: str) -> Fraction | None:
         head, tail, period = match.groups()
         repeated = Fraction(int(period), 10 ** len(tail) * (10 ** len(period) - 1))
         return Fraction(f"{head or 0}.{tail or 0}") + repeated
+    if match := _SIZED.fullmatch(text) or _SCIENTIFIC.fullmatch(text):
+        power = MAGNITUDES[match[2]] if match.re is _SIZED else int(match[2] or match[3])
+        value = _value(match[1])
+        return None if value is None else value * Fraction(10) ** power
     match = _DECIMAL.fullmatch(text)
     if match is None or not re.search(r"[0-9]", f"{match[1] or ''}{match[2] or ''}"):
         return None

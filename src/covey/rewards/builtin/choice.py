@@ -12,21 +12,27 @@ from functools import lru_cache
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
-from covey.rewards.builtin.answers import answer_text_of, conclusion, gold_answer, marked_answer, number, plain
+from covey.rewards.builtin.answers import (
+    MAGNITUDES,
+    answer_text_of,
+    conclusion,
+    gold_answer,
+    marked_answer,
+    number,
+    plain,
+)
 from covey.rewards.builtin.text import last_tagged, values_in
 
 _ARTICLES = frozenset({"a", "an", "the"})
 _CONNECTED = r"(?:answer|choice|option|lösung|réponse|respuesta)"
 _LONGEST_COMPARED = 10_000
 """Characters of a text that are compared by similarity, whose time grows with the square."""
-_MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-"""Powers of ten by word."""
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?\$?(?:\d[\d,]*\.?\d*|\.\d+)(?:/\d+)?(?:[eE][-+]?\d{1,3})?(?!\d|[eE][-+]?\d)"
-    rf"(?:[^\S\n](?:{'|'.join(_MAGNITUDES)})s?\b(?!-))?",
+    rf"(?:[^\S\n](?:{'|'.join(MAGNITUDES)})s?\b(?!-))?",
     re.IGNORECASE,
 )
-_SIZED = re.compile(rf"(.*\d.*?)\s*\b({'|'.join(_MAGNITUDES)})s?\b(?!-)\s*[^\d\s]*\s*", re.IGNORECASE | re.DOTALL)
+_SIZED = re.compile(rf"(.*\d.*?)\s*\b({'|'.join(MAGNITUDES)})s?\b(?!-)\s*[^\d\s]*\s*", re.IGNORECASE | re.DOTALL)
 _NO_NOUN = "as because but by could due for from had has if in is it must of on or seems should since so that the this to was with would"
 _SENTENCE = re.compile(
     rf"(?:A[^\S\n]+(?!(?:{_NO_NOUN.replace(' ', '|')})\b)|I[^\S\n]+(?!(?:as|because|due|for|is|since)\b))[a-z]"
@@ -152,7 +158,7 @@ def number_within(text: str) -> Fraction | None:
     sized = _SIZED.fullmatch(plain(text[:200]))
     if sized is not None:
         value = number(sized[1])
-        return None if value is None else value * 10 ** _MAGNITUDES[sized[2].lower()]
+        return None if value is None else value * 10 ** MAGNITUDES[sized[2].lower()]
     pattern = r"\s*\$?([-+]?(?:(?:\d+|\d{1,3}(?:,\d{2,3})*,\d{3})\.?\d*|\.\d+))(?:[eE]([-+]?\d{1,3}))?\s*[^\d\s]*\s*"
     match = re.fullmatch(pattern, text[:200])
     return None if match is None else Fraction(match[1].replace(",", "")) * Fraction(10) ** int(match[2] or 0)

@@ -19,6 +19,7 @@ _MOST_PARTS = 16
 _OPERATORS = words(r"+ - * / ^ _ = < > , \times \cdot \div \pm \mp \le \ge \lt \gt \ne \in \cup \cap \setminus")
 _SIGNS = frozenset({"+", "-", "\\pm", "\\mp"})
 _RELATIONS = frozenset({"=", "<", ">", "\\le", "\\ge", "\\lt", "\\gt"})
+_LESS, _MORE = ("<", "\\le", "\\lt"), (">", "\\ge", "\\gt")
 _FUNCTIONS = words(
     r"\sin \cos \tan \cot \sec \csc \arcsin \arccos \arctan \sinh \cosh \tanh \log \ln \exp \sqrt \frac \binom"
 )  # fmt: skip
@@ -32,8 +33,9 @@ _GROUPS = words(
 )  # fmt: skip
 _COMMANDS = _OPERATORS | _FUNCTIONS | _CONSTANTS | _GROUPS
 _TOKEN = re.compile(r"(?P<space>\s+)|(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)|(?P<letters>[a-zA-Z]+)|(?P<command>\\(?:begin|end|mathbb)\{[a-zA-Z]+\}|\\[a-zA-Z]+|\\[{}\\])|(?P<sign>[-+*/^_=<>()\[\]{}|!,&])")  # fmt: skip
-_ASSIGNED = re.compile(r"([a-zA-Z](?:_\w)?(?:\([a-zA-Z]\))?)(?:=|\\in(?![a-z]) ?)([^=<>]+)")
+_ASSIGNED = re.compile(r"([a-zA-Z](?:_\w)?(?:\([a-zA-Z]\))?)(?:=|\\(?:in|equiv)(?![a-z]) ?)([^=<>]+)")
 _SET = re.compile(r"(?:([a-zA-Z](?:_\w)?)\\in ?)?\\\{(.*)\\\}", re.DOTALL)
+_RELATION = re.compile(r"(<|>|\\(?:[lg]e|[lg]t)(?![a-z])) ?")
 _SPLIT = re.compile(r"\\[{}]|[{}()\[\]]|[,;]|(?<![a-zA-Z\\]) ?(?:or|and)(?![a-zA-Z])")
 _NAMED = re.compile(r"(?<![\\a-zA-Z])(sqrt|sin|cos|tan|log|ln|pi)(?![a-zA-Z])")
 _ROOT = re.compile(r"\\sqrt\(([^()]*)\)")
@@ -70,7 +72,7 @@ def parts(text: str) -> list[str]:
     """
     text = plain(text)
     name = ""
-    if (elements := _SET.fullmatch(text)) and text.count("\\{") == 1:
+    if (elements := _SET.fullmatch(text)) and text.count("\\{") == 1 and "\\emptyset" not in text:
         name, text = f"{elements[1]}=" if elements[1] else "", elements[2]
     if quantity(text) is not None:
         return [name + text]
@@ -83,7 +85,29 @@ def parts(text: str) -> list[str]:
     pieces = [plain(piece) for piece in [*pieces, text[start:]]]
     if not all(pieces):
         return []
+    ranges = [bounded for piece in pieces if (bounded := _range_of(piece))]
+    if (
+        len(ranges) == len(pieces)
+        and len({name for name, _ in ranges}) == 1
+        and not re.search(r"(?<![a-z\\])and(?![a-z])", text)
+    ):
+        pieces = [rf"{ranges[0][0]}\in" + r"\cup".join(bounds for _, bounds in ranges)]
     return [name + signed for piece in pieces for signed in _both_signs(piece)]
+
+
+def _range_of(piece: str) -> tuple[str, str] | None:
+    r"""Variable and interval of an inequality between it and numbers: `2<x\le 5` is x in `(2,5]`; `None` for others."""
+    sides = _RELATION.split(piece)
+    if len(sides) == 3:
+        sides = [*sides, "", ""] if len(sides[0]) > 1 or not sides[0].isalpha() else ["", "", *sides]
+    if len(sides) != 5 or not re.fullmatch("[a-zA-Z]", sides[2]) or letters_of(sides[0] + sides[4]):
+        return None
+    less, more = ({sides[1], sides[3]} <= {"", *names} for names in (_LESS, _MORE))
+    if not less and not more:
+        return None
+    low, below, _, above, high = sides if less else sides[::-1]
+    opening, closing = ("[" if "e" in below else "("), ("]" if "e" in above else ")")
+    return sides[2], opening + (low or "-\\infty") + "," + (high or "\\infty") + closing
 
 
 def _both_signs(piece: str) -> list[str]:
@@ -113,7 +137,13 @@ def readable(text: str, variables: AbstractSet[str] | None = None) -> str | None
         place = match.end()
     seen = [token for token in tokens if token[0] != "space"]
     is_written = _has_math_words(seen, variables) and _has_partners(seen) and _has_operands(seen)
-    return "".join(_exact(*token) for token in tokens) if is_written else None
+    if not is_written:
+        return None
+    before = ["", *(token for _, token in tokens)]
+    return "".join(
+        _exact(kind, token if before[i] == "_" else token.replace("i", r"\sqrt{-1}") if kind == "letters" else token)
+        for i, (kind, token) in enumerate(tokens)
+    )
 
 
 def letters_of(text: str) -> frozenset[str]:
@@ -136,10 +166,12 @@ def _is_part_equal(answer: str, gold: str, evaluate: Evaluate, context: Collecti
         return False
     if is_same(answer, gold, context):
         return True
-    formula, gold_formula = readable(answer, letters_of(gold) | {"e", "i"}), readable(gold)
-    if formula is None or gold_formula is None or not _has_same_form(answer, gold):
+    value, gold_value = quantity(answer), quantity(gold)
+    if value is not None and gold_value is not None:
         return False
-    if quantity(answer) is not None and quantity(gold) is not None:
+    formula = str(value[0]) if value else readable(answer, letters_of(gold) | {"e", "i"})
+    gold_formula = str(gold_value[0]) if gold_value else readable(gold)
+    if formula is None or gold_formula is None or not _has_same_form(answer, gold):
         return False
     return evaluate(gold_formula, formula)
 
@@ -205,11 +237,22 @@ def _has_operands(tokens: list[tuple[str, str]]) -> bool:
             return False
         if kind == "number" and not (follows_operator or before[1] in _FUNCTIONS or _after_base(tokens[:i])):
             return False
-        if token == "_" and before[0] == "number":
+        if (token == "_" and before[0] == "number") or (kind == "number" and re.match("0[0-9]", token)):
+            return False
+        if token == "{" and before[0] == "number" and tokens[i - 2][1] not in {"_", *_FUNCTIONS}:
+            return False
+        if token == "\\infty" and not _is_bound(tokens, i):
             return False
         before = (kind, token)
     text = "".join(token for _, token in tokens)
     return before[1] not in _OPERATORS and text.count("=") <= 1 and not re.search(r"/[\w.]+/|/[0-9.]+[a-zA-Z(]", text)
+
+
+def _is_bound(tokens: list[tuple[str, str]], place: int) -> bool:
+    """An infinity that is an end of an interval, or all there is on its side; one in a sum or product has no value."""
+    texts = ["(", *(token for _, token in tokens), ")"]
+    before = texts[place - 1 if texts[place] in _SIGNS else place]
+    return before in {"(", "[", ",", "\\in"} | _RELATIONS and texts[place + 2] in {")", "]", ","} | _RELATIONS
 
 
 def _after_base(tokens: list[tuple[str, str]]) -> bool:
