@@ -63,7 +63,7 @@ def expect_runnable(config: GRPOConfig, args: Args, dataset: Any, held_out: Any)
 def expect_place(config: GRPOConfig, args: Args) -> None:
     """Raise what the run would for its folder, and for a checkpoint to resume from."""
     from covey.runs import checkpoint
-    from covey.runs.folder import expect_usable
+    from covey.runs.output_dir import expect_usable
 
     place, resume = Path(str(config.output_dir)), args.get("resume")
     start = checkpoint.latest(place) if resume == "auto" else checkpoint.resolve(resume, place)

@@ -5,6 +5,7 @@ reads it back, and only then deletes old ones. A process may be killed at any mo
 that verifies is complete. Only the main process saves and chooses; the other ranks receive the path.
 """
 
+import errno
 import os
 import re
 import uuid
@@ -13,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from covey.errors import CheckpointError, StorageError
+from covey.errors import CheckpointError, CoveyError, StorageError
 from covey.runs import status
 from covey.runs.checksums import is_ours, problems, seal
-from covey.runs.storage import refusal, remove_tree, sync_folder
+from covey.runs.storage import ABSENT, refusal, remove_tree, sync_folder
 
 STATE = "covey_state"
 _FINISHED = re.compile(r"checkpoint-(\d+)")
@@ -48,20 +49,43 @@ def save(
 
     try:
         staging = stage(run_dir, step)
+        descriptor = os.open(staging, os.O_RDONLY)  # open, so that no folder made later has its number
     except OSError as error:
-        raise (refusal(error, f"checkpoint-{step}", run_dir) or error) from error
+        raise _refused(error, step, run_dir, isinstance(error, ABSENT)) from error
     try:
         write(staging)
         serialization.write(state, staging / STATE)
+        if _is_replaced(staging, descriptor):  # libraries make a folder that is gone again, without the files before
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(staging))
         path = commit(staging)
     except BaseException as error:
+        is_gone = _is_replaced(staging, descriptor)
         remove_tree(staging)
-        refused = refusal(error, f"checkpoint-{step}", run_dir)
-        if refused is None:
+        refused = _refused(error, step, run_dir, is_gone)
+        if refused is error:
             raise
         raise refused from error
+    finally:
+        os.close(descriptor)
     prune(run_dir, keep, best=best, verified=path)
     return path
+
+
+def _refused(error: BaseException, step: int, run_dir: Path, is_gone: bool) -> BaseException:
+    """The StorageError of a disk that refused a checkpoint, or whose folder for it `is_gone`; else the error itself."""
+    refused = refusal(error, f"checkpoint-{step}", run_dir)
+    if refused is None and is_gone and isinstance(error, Exception) and not isinstance(error, CoveyError):
+        return StorageError(
+            f"checkpoint-{step} could not be written to {run_dir}: the folder was deleted or moved ({error})."
+        )
+    return refused or error
+
+
+def _is_replaced(folder: Path, descriptor: int) -> bool:
+    try:
+        return not os.path.samestat(os.stat(folder), os.fstat(descriptor))
+    except OSError:
+        return True
 
 
 def stage(run_dir: Path, step: int) -> Path:

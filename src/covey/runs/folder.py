@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import time
 import warnings
@@ -20,6 +19,7 @@ from covey.runs import (
     completions,
     evaluations,
     manifest,
+    output_dir,
     previews,
     rollouts,
     serialization,
@@ -28,22 +28,13 @@ from covey.runs import (
     traces,
 )
 from covey.runs.lock import FolderLock, refuse_trespass
-from covey.runs.metrics import JsonLines, read
-from covey.runs.storage import refusal, refuse_link
+from covey.runs.metrics import JsonLines
+from covey.runs.storage import ABSENT, is_absent, refusal, refuse_link
 from covey.runs.weights import SAVED
 from covey.types import Alert, Event, Group
 
 Outcome = Literal["finished", "stopped", "failed"]
-BAD_STEPS = "bad_steps"
 _MOST_BAD_STEPS = 20
-_RECORDS = (
-    *("run.json", "train.yaml", "metrics.jsonl", "events.jsonl", "alerts.jsonl", "rollouts", traces.FOLDER),
-    *(evaluations.LOG, evaluations.FOLDER, BAD_STEPS, completions.FOLDER),
-    "runs",  # TensorBoard's, as transformers names it
-)
-_CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
-_HARMLESS = re.compile(r"\..*|previous-\d+|.*\.(log|out|err)")
-"""Foreign files that may be in a run's folder: hidden files, earlier runs, logs of a scheduler."""
 
 
 class RunFolder:
@@ -67,6 +58,8 @@ class RunFolder:
         self._step = 0 if resumed_from is None else int(checksums.read(resumed_from)["step"])
         self._refused: set[str] = set()
         self._is_closed = False
+        self._run_json: dict[str, Any] = {}
+        """`run.json` as it began; empty before `describe`."""
 
     def __enter__(self) -> RunFolder:
         return self
@@ -88,19 +81,19 @@ class RunFolder:
         ended before its first checkpoint.
         Raises RunFolderError in one sentence with the way out, before anything is touched.
         """
-        folder = _check(path)
+        folder = output_dir.checked(path)
         refuse_trespass(folder)
         resumes_here = resume is not None and resume.resolve().parent == folder.resolve()
         if strict and not resumes_here:
-            _refuse_occupied(folder, restarts)
-        _make(folder)
+            output_dir.refuse_occupied(folder, restarts)
+        output_dir.make(folder)
         lock = FolderLock(folder)
         lock.take()
         try:
             checkpoint.clear_leftovers(folder)
             saved = (manifest.read(folder / manifest.NAME) or {}).get(SAVED) or {}
-            if not resumes_here and _holds_run(folder):
-                _set_aside(folder)
+            if not resumes_here and output_dir.holds_run(folder):
+                output_dir.set_aside(folder)
             run = RunFolder(folder, lock, resume, saved)
             if resumes_here:
                 run.rewind(run._step)
@@ -142,11 +135,55 @@ class RunFolder:
         earlier = [{"state": "died", **earlier_attempt} for earlier_attempt in (before or {}).get("attempts", [])]
         run_json["attempts"] = [*earlier, attempt]
         run_json |= {"state": "running", "step": self._step}
+        self._run_json = run_json
         self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, run_json))
         return run_json
 
+    @property
+    def _logs(self) -> tuple[JsonLines, ...]:
+        return self.metrics, self.events, self.alerts, self.evaluations
+
+    def restore(self) -> None:
+        """Make a folder that was deleted, moved or replaced in the middle of its run again: lock, `run.json` and logs, with one warning.
+
+        Raises RunFolderError where another run is in its place.
+        """
+        if not self._is_closed and self._is_lost():
+            self._try("the folder of the run", self._make_again)
+
+    def _is_lost(self) -> bool:
+        return self._lock.is_lost() or (bool(self._run_json) and is_absent(self.path / manifest.NAME))
+
+    def _make_again(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not self._is_lost():  # a network disk was behind
+            return
+        try:
+            place = self._lock.retake()
+            run_json = manifest.read(self.path / manifest.NAME)
+            if self._run_json and run_json is not None and run_json.get("id") != self._run_json["id"]:
+                raise RunFolderError(f"{self.path} holds another run.")
+        except RunFolderError as error:
+            self._is_closed = True  # nothing is written over the other's records
+            self._lock.release()
+            raise RunFolderError(
+                f"Another run has begun in {self.path}, which was deleted, moved or replaced in the middle of this one, so this one ends "
+                f"after step {self._step}. Resume it, in another output_dir, from the checkpoints that were moved away."
+            ) from error
+        for log in self._logs:
+            log.restore()
+        if run_json is None and self._run_json:
+            manifest.write(self.path / manifest.NAME, self._run_json)
+        rest = "" if place is None else f" Everything else of it until then is in {place}."
+        warnings.warn(
+            f"{self.path} was deleted, moved or replaced, or its run.json or .lock, while its run goes on; after step {self._step} it has run.json "
+            f"and all lines of its logs again.{rest}",
+            stacklevel=5,
+        )
+
     def append_metrics(self, step: int, logs: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> None:
         """One line of `metrics.jsonl`: the step, the time, the metrics, and `seconds/<phase>`."""
+        self.restore()
         phases = {f"seconds/{name}": round(value, 6) for name, value in (seconds or {}).items()}
         self.metrics.append({"step": step, "time": round(time.time(), 3), **logs, **phases})
         self._step = max(self._step, step)
@@ -197,6 +234,7 @@ class RunFolder:
         self, step: int, name: str, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
     ) -> None:
         """One line of `evaluations.jsonl`, and every answer's rewards in `evaluations/<name>/`."""
+        self.restore()
         self.evaluations.append({"step": step, "time": round(time.time(), 3), "set": name, **metrics})
         self._try("evaluations", lambda: evaluations.write(self.path / evaluations.FOLDER, step, name, rows))
 
@@ -204,16 +242,20 @@ class RunFolder:
         """Say in `run.json` how it ended, and let the folder go. A second call does nothing."""
         if self._is_closed:
             return
-        self._is_closed = True
         try:
-            for log in (self.metrics, self.events, self.alerts, self.evaluations):
+            self.restore()
+            for log in self._logs:
                 log.close()
-            run_json = manifest.read(self.path / manifest.NAME)
-            if run_json is not None and run_json.get("attempts"):
+            run_json = manifest.read(self.path / manifest.NAME) or self._run_json
+            if run_json.get("attempts"):
                 run_json["attempts"][-1] |= {"ended": manifest.now(), "to_step": self._step, "state": outcome}
                 run_json |= {"state": outcome, "step": self._step}
                 self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, run_json))
+        except RunFolderError:
+            if outcome != "failed":
+                raise
         finally:
+            self._is_closed = True
             self._lock.release()
 
     def _parent(self) -> dict[str, Any] | None:
@@ -224,7 +266,7 @@ class RunFolder:
 
     def write_bad_step(self, step: int, tree: Mapping[str, Any]) -> None:
         """`bad_steps/step-N/batch.*`: the batch of a step whose update was skipped; the first 20 of a run."""
-        parent = self.path / BAD_STEPS
+        parent = self.path / output_dir.BAD_STEPS
         folder = parent / f"step-{step:06d}"
         if not folder.exists() and parent.is_dir() and len(list(parent.iterdir())) >= _MOST_BAD_STEPS:
             return
@@ -235,7 +277,7 @@ class RunFolder:
         self._step = step
         later = [path for path in checkpoint.checkpoints(self.path) if checkpoint.step_of(path) > step]
         if later:
-            target = _previous(self.path)
+            target = output_dir.new_previous(self.path)
             for name in ("run.json", "metrics.jsonl"):
                 if (self.path / name).is_file():
                     shutil.copy2(self.path / name, target / name)
@@ -263,9 +305,10 @@ class RunFolder:
         try:
             write()
         except (OSError, SafetensorError) as error:
-            sentence = refusal(error, what, self.path)
-            if sentence is None:
+            refused = refusal(error, what, self.path)
+            if refused is None and not isinstance(error, ABSENT):
                 raise
+            sentence = refused or f"{what} could not be written: {error}."
             if what not in self._refused:
                 warnings.warn(f"{sentence} Training goes on without this record.", stacklevel=3)
             self._refused.add(what)
@@ -278,91 +321,3 @@ def _write_tree(folder: Path, tree: Mapping[str, Any]) -> None:
     refuse_link(folder)
     folder.mkdir(parents=True, exist_ok=True)
     serialization.write(tree, folder / "batch")
-
-
-def _check(path: str | os.PathLike[str]) -> Path:
-    text = os.fspath(path)
-    if not text or "\0" in text:
-        raise RunFolderError(f"output_dir {text!r} is not the path of a folder; give one such as runs/first.")
-    return Path(text).expanduser()
-
-
-def expect_usable(path: str | os.PathLike[str], resume: Path | None, restarts: bool) -> None:
-    """Raise what `RunFolder.create(strict=True)` would raise, and make nothing."""
-    folder = _check(path)
-    refuse_trespass(folder)
-    if resume is None or resume.resolve().parent != folder.resolve():
-        _refuse_occupied(folder, restarts)
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise RunFolderError(f"output_dir {folder} is a file; give the path of a folder.")
-    _refuse_unwritable(there)
-
-
-def _refuse_unwritable(folder: Path) -> None:
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise RunFolderError(f"output_dir {folder} cannot be written to; choose another, or change its permissions.")
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise RunFolderError(f"output_dir {folder} is a file; give the path of a folder.") from error
-    except OSError as error:
-        raise RunFolderError(f"output_dir {folder} cannot be made ({error.strerror}); choose another.") from error
-    _refuse_unwritable(folder)
-
-
-def _holds_run(folder: Path) -> bool:
-    """True if the folder holds metrics, rollouts or a checkpoint. A run that failed at start-up has none."""
-    if not os.path.isdir(folder):  # False, not an error, for a name that is too long
-        return False
-    has_metrics = (folder / "metrics.jsonl").is_file() and bool(read(folder / "metrics.jsonl"))
-    return has_metrics or (folder / "rollouts").is_dir() or any(map(_is_checkpoint, folder.iterdir()))
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return path.is_dir() and _CHECKPOINT.fullmatch(path.name) is not None
-
-
-def _refuse_occupied(folder: Path, restarts: bool) -> None:
-    if _holds_run(folder):
-        steps = [row["step"] for row in read(folder / "metrics.jsonl") if isinstance(row.get("step"), int)]
-        steps += [checkpoint.step_of(path) for path in checkpoint.checkpoints(folder)]
-        is_begun = bool(max(steps, default=0)) or (folder / "rollouts").is_dir()
-        if not is_begun or (restarts and not checkpoint.checkpoints(folder)):
-            return
-        raise RunFolderError(
-            f"{folder} holds a run already (step {max(steps, default=0)}); go on with it with --resume auto, "
-            "or choose another --output-dir."
-        )
-    names = sorted(path.name for path in folder.iterdir()) if os.path.isdir(folder) else []
-    foreign = [name for name in names if name not in _RECORDS and not _HARMLESS.fullmatch(name)]
-    if foreign:
-        shown = ", ".join(foreign[:3]) + (" ..." if len(foreign) > 3 else "")
-        raise RunFolderError(
-            f"{folder} holds files that are not a run's ({shown}); choose an empty or a new folder as --output-dir."
-        )
-
-
-def _previous(folder: Path) -> Path:
-    """A new `previous-N` in the folder."""
-    number = 1
-    while (folder / f"previous-{number}").exists():
-        number += 1
-    target = folder / f"previous-{number}"
-    target.mkdir()
-    return target
-
-
-def _set_aside(folder: Path) -> None:
-    target = _previous(folder)
-    for path in list(folder.iterdir()):
-        if path.name in _RECORDS or _is_checkpoint(path):
-            os.rename(path, target / path.name)
-    warnings.warn(
-        f"{folder} held a run already; it is now in {target}, and a new one starts. To go on with it instead, "
-        "resume from its checkpoint; to keep the two apart, give another output_dir.",
-        stacklevel=3,
-    )

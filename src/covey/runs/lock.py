@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from covey.errors import RunFolderError
-from covey.runs.storage import NotPlainError, kind_of, open_plain
+from covey.runs.storage import ABSENT, NotPlainError, kind_of, open_plain
 
 NAME = ".lock"
 
@@ -60,14 +60,43 @@ class FolderLock:
         self._file = _identity(os.fstat(descriptor))
         _LOCKED[self._file] = [descriptor]
 
+    def is_lost(self) -> bool:
+        """True if the locked file was deleted, moved away or replaced; False where a disk does not answer."""
+        try:
+            return self._file is not None and _identity(os.lstat(self.path)) != self._file
+        except OSError as error:
+            return isinstance(error, ABSENT)
+
+    def retake(self) -> Path | None:
+        """Take the folder that has its path now. Returns the place to which the former one was moved, where the system tells it.
+
+        RunFolderError where another process has it, and OSError where the disk refuses: the former file stays locked then.
+        """
+        former, place = self._file, None
+        if former is not None:
+            with suppress(OSError):  # Linux alone
+                place = Path(os.readlink(f"/proc/self/fd/{_LOCKED[former][-1]}")).parent
+            self._file = None
+        try:
+            self.take()
+        except BaseException:
+            self._file = former
+            raise
+        _let_go(former)
+        return place if place is not None and place.is_dir() and place != self.path.parent.resolve() else None
+
     def release(self) -> None:
-        if self._file is None:
-            return
-        descriptor = _LOCKED[self._file].pop()
-        if not _LOCKED[self._file]:
-            del _LOCKED[self._file]
-            os.close(descriptor)
+        _let_go(self._file)
         self._file = None
+
+
+def _let_go(file: tuple[int, int, int] | None) -> None:
+    if file is None:
+        return
+    descriptor = _LOCKED[file].pop()
+    if not _LOCKED[file]:
+        del _LOCKED[file]
+        os.close(descriptor)
 
 
 _LOCKED: dict[tuple[int, int, int], list[int]] = {}

@@ -23,12 +23,15 @@ class JsonLines:
     """Appends to `metrics.jsonl` or `alerts.jsonl`. A disk that refuses is one warning; the lines wait and follow later.
 
     Each line goes to the operating system in one piece before `append` returns, so a killed process loses none.
-    A line that a power failure tore is removed when the file is opened again.
+    A line that a power failure tore is removed when the file is opened again. A file that was deleted or moved away in the middle of a
+    run is written again whole: it stays open, so what it held can still be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._waiting: list[bytes] = []
+        self._descriptor: int | None = None
+        """Of the file as it was last written or truncated."""
         self._is_refused = False
         self._lost = 0
         """Lines that waited beyond the limit, since the disk refused."""
@@ -58,7 +61,19 @@ class JsonLines:
         remaining = [line for line in lines if not _is_after(line, step)]
         if len(remaining) < len(lines):
             write_atomically(self.path, b"".join(remaining))
+        self._keep_open(open_plain(self.path) if lines else None)
         return len(lines) - len(remaining)
+
+    def restore(self) -> None:
+        """Write the lines so far again where the file is gone or an earlier copy has replaced it. OSError when the disk refuses."""
+        if self._descriptor is None:
+            return
+        with open(self._descriptor, "rb", closefd=False) as file:
+            file.seek(0)
+            lines = file.read()
+        content = self._content()
+        if len(content) < len(lines) and lines.startswith(content):
+            write_atomically(self.path, lines)
 
     def sync(self) -> None:
         """Bring the file to the disk, so that a checkpoint is never ahead of its metrics after a power failure.
@@ -89,22 +104,41 @@ class JsonLines:
                 f"{missing} lines of {self.path} are lost: the disk took no more until the end.", stacklevel=2
             )
             self._waiting, self._lost = [], 0
+        self._keep_open(None)
 
     def _write(self, content: bytes) -> None:
         """All of `content`, or none of it and OSError."""
-        descriptor = open_plain(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        descriptor = self._opened()
+        size = os.fstat(descriptor).st_size
         try:
-            size = os.fstat(descriptor).st_size
-            try:
-                for start in range(0, len(content), 1 << 20):
-                    chunk = content[start : start + (1 << 20)]
-                    while chunk:
-                        chunk = chunk[os.write(descriptor, chunk) :]
-            except OSError:
-                os.ftruncate(descriptor, size)
-                raise
+            for start in range(0, len(content), 1 << 20):
+                chunk = content[start : start + (1 << 20)]
+                while chunk:
+                    chunk = chunk[os.write(descriptor, chunk) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
         finally:
-            os.close(descriptor)
+            self._keep_open(descriptor)
+
+    def _opened(self) -> int:
+        """Descriptor to append with, of a file that is made or, where it was there before, restored."""
+        flags = os.O_RDWR | os.O_APPEND
+        if self._descriptor is None:
+            return open_plain(self.path, flags | os.O_CREAT)
+        try:
+            return open_plain(self.path, flags)
+        except FileNotFoundError:
+            self.restore()
+            warnings.warn(
+                f"{self.path} was deleted or moved in the middle of the run; its lines are written again.", stacklevel=4
+            )
+            return open_plain(self.path, flags | os.O_CREAT)
+
+    def _keep_open(self, descriptor: int | None) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = descriptor
 
     def _refused(self, error: OSError) -> None:
         lost = len(self._waiting) - _MAX_WAITING

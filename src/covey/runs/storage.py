@@ -34,6 +34,8 @@ _TORN_WRITER = re.compile(
 )
 
 
+ABSENT = (FileNotFoundError, NotADirectoryError, FileExistsError)
+"""Errors of a folder that is gone, or has a file in its place."""
 _CAUTIOUS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
 _WRITES = os.O_WRONLY | os.O_RDWR
 _KINDS = (
@@ -81,6 +83,15 @@ def read_bounded(file: BinaryIO, most: int) -> bytes:
     if len(content) > most:
         raise NotPlainError(errno.EFBIG, f"it is larger than {most / 1e6:.0f} MB", file.name)
     return content
+
+
+def is_absent(path: Path) -> bool:
+    """True if nothing has this path; False also where a disk does not answer."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return isinstance(error, ABSENT)
+    return False
 
 
 def refuse_link(path: Path) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from covey.errors import StorageError
+from covey.errors import InvariantError, RunFolderError, SpoiledError, StorageError
 from covey.learner.soundness import expect_sound, parameter_names, saved_weights, state_fault, weight_fault
 from covey.monitor.trackers import reads_checkpoints
 from covey.process.cores import processes_here
@@ -27,6 +27,7 @@ from covey.types import Alert, Event
 
 logger = logging.getLogger(__name__)
 
+NO_CHECKPOINT_AFTER = (InvariantError, RunFolderError, SpoiledError, StorageError)
 _ALERT_AFTER = 3
 """Consecutive failed saves before an alert."""
 
@@ -47,6 +48,8 @@ class Saver:
     trainer_state: TrainerState
     when_written: Callable[[Path, int], None] = lambda path, step: None
     """Callback for each complete checkpoint (path, step), before another is started."""
+    restore_folder: Callable[[], None] = lambda: None
+    """Makes a run folder that was deleted or moved again; RunFolderError if another run has taken its place."""
     background: Background[Path | None] = field(default_factory=Background)
     watch: FrozenWeightsCheck | None = None
     """Frozen-weights check, set before the first step."""
@@ -65,6 +68,7 @@ class Saver:
 
         Raises SpoiledError on all of them, and writes nothing, if a weight or other state is not finite.
         """
+        self.restore_folder()
         tree = {} if self.args.save_only_model else checkpoint_tree(parts, state)
         names = parameter_names(self.model, parts.learner.optimizer)
         fault = weight_fault(saved_weights(self.model)) or state_fault(tree, names)

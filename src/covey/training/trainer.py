@@ -15,7 +15,7 @@ from covey.config import GRPOConfig
 from covey.config.alerts import late_checkpoint
 from covey.config.trackers import refuse_absent_trackers
 from covey.data.checks import length_of
-from covey.errors import ArgumentTypeError, CoveyError, DataError, InvariantError, SpoiledError, StorageError
+from covey.errors import ArgumentTypeError, CoveyError, DataError
 from covey.learner import Learner, lower_rates
 from covey.models import short_name
 from covey.monitor import Progress, alert_shower, build_monitor, completions_shower
@@ -50,15 +50,13 @@ from covey.training.loop import Steps
 from covey.training.parts import Parts
 from covey.training.recording import Recording, load_best, restore_history, restore_tree
 from covey.training.recovery import evaluation_undone_when_stopped
-from covey.training.saving import Saver
+from covey.training.saving import NO_CHECKPOINT_AFTER, Saver
 from covey.training.session import Session
 from covey.training.state import TrainState
 from covey.training.trl_interface import TRLInterface
 from covey.types import Event
 
 logger = logging.getLogger(__name__)
-
-_NO_CHECKPOINT_AFTER = (InvariantError, SpoiledError, StorageError)
 
 
 class GRPOTrainer(TRLInterface):
@@ -294,9 +292,8 @@ class GRPOTrainer(TRLInterface):
             [] if folder is None else [folder.append_alert, self.trackers, alert_shower(display, is_shown)]
         )
         monitor = build_monitor(args, self.scorer.names, self.scorer.weight_options, learner, outlets, meter)
-        saver = Saver(
-            args, self.model, self.processing_class, self.callback_handler, self.state, self._checkpoint_saved
-        )
+        of_run = self.model, self.processing_class, self.callback_handler, self.state, self._checkpoint_saved
+        saver = Saver(args, *of_run, restore_folder=(lambda: None) if folder is None else folder.restore)
         session = Session(
             args=args,
             handler=self.callback_handler,
@@ -359,7 +356,7 @@ class GRPOTrainer(TRLInterface):
             return (yield from loop.run(parts, state))
         except BaseException as error:
             is_shared = self.world.fails_together(error)  # out of step, no collective can complete
-            saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and not isinstance(error, _NO_CHECKPOINT_AFTER)
+            saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and not isinstance(error, NO_CHECKPOINT_AFTER)
             saves = saves and self.args.save_strategy != "no" and parts.session.latest.step > parts.session.last_saved
             if is_shared and saves:
                 parts.session.save_after_error()
