@@ -29,8 +29,9 @@ def find(name: str, built_in: Mapping[str, Any], kind: str) -> Any:
     if name in built_in:
         return built_in[name]
     raise ConfigError(
-        f"{name!r} is not a built-in {kind}.{did_you_mean(name, built_in)} Known: {', '.join(sorted(built_in))}; "
-        "or give your own as 'package.module:function' or 'file.py:function'."
+        f"{name!r} is not a built-in {kind}.{did_you_mean(name, built_in)} "
+        + (f"Known: {', '.join(sorted(built_in))}; or give" if built_in else "Give")
+        + " your own as 'package.module:function' or 'file.py:function'."
     )
 
 

@@ -198,6 +198,38 @@ def test_a_string_makes_it_with_its_parameters():
         alg.from_name("grpo, advantage=PKPO(2)")
 
 
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "grpo, regularizer=distill(wieght=1)",
+            r"it has no parameter wieght; its parameters are teacher, weight, .*top_k.*mean weight\?",
+        ),
+        (
+            "grpo, regularizer=distill(weight=1)",
+            "missing a required argument: 'teacher'; its parameters are teacher, weight,",
+        ),
+        ("grpo, advantage=PKPO(k=2", r"write parameters as name=value"),
+        ("grpo(high=0.3)", "write the options of grpo behind commas"),
+        ("dapo high=0.3", "write the options of dapo behind commas"),
+        ("grpo, critic=nowhere", "is not a built-in critic. Give your own"),
+    ],
+)
+def test_a_name_that_makes_no_algorithm_is_refused_with_what_it_takes(name, message):
+    with pytest.raises(ConfigError, match=message):
+        alg.from_name(name)
+
+
+@pytest.mark.parametrize(
+    "slot", ["advantage", "objective", "aggregate", "regularizer", "weight", "reference", "teacher"]
+)
+def test_the_parts_that_a_message_names_are_public(slot):
+    with pytest.raises(ConfigError) as caught:
+        alg.from_name(f"grpo, {slot}=nowhere")
+    named = str(caught.value).partition("Known: ")[2].partition("; or")[0].split(", ")
+    assert set(named) < set(alg.__all__)
+
+
 def test_on_policy_distillation_alone_brings_the_policy_to_its_teacher(tmp_path):
     algorithm = alg.dapo().replace(objective=alg.zero, regularizers=alg.distill(tiny_model("qwen2", seed=7)))
     curve = [entry["distill/reverse_kl"] for entry in trained(tmp_path, algorithm)]

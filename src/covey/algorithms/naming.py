@@ -1,6 +1,7 @@
 """Algorithms by name: a preset, one's own by import path, and parts of either, from the command line or YAML."""
 
 import ast
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -62,6 +63,8 @@ def from_name(name: str) -> Algorithm:
     import path, with its parameters as in `"advantage=PKPO(k=2)"` or `"regularizer=distill(teacher='big')"`. Raises ConfigError with the nearest name.
     """
     base, *changes = _pieces(name)
+    if (words := re.match(r"(\w+)[ (]", base)) and words[1] in PRESETS:
+        raise ConfigError(f"{base!r}: write the options of {words[1]} behind commas, as in 'dapo, high=0.3'.")
     built = find(base, PRESETS, "algorithm")
     options, parts = _sorted(changes, built)
     if callable(built) and not isinstance(built, Algorithm):
@@ -88,7 +91,7 @@ def _called(name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> 
 def _sorted(changes: list[str], preset: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Options of the preset, and parts to change, in order."""
     is_maker = callable(preset) and not isinstance(preset, Algorithm)
-    preset_options = _options_of(preset) if is_maker else []
+    preset_options = _parameters(preset) if is_maker else []
     slots = [*_HOMES, "kl", "critic"]
     taken = list(dict.fromkeys([*preset_options, *slots]))
     options: dict[str, Any] = {}
@@ -105,13 +108,17 @@ def _sorted(changes: list[str], preset: Any) -> tuple[dict[str, Any], list[tuple
     return options, parts
 
 
-def _options_of(make: Callable[..., Any]) -> list[str]:
-    """Names that a preset takes; `**common` stands for those of all presets, `**role` for those of a teacher."""
-    rest = {"common": list(Common.__annotations__), "role": [item.name for item in fields(teachers.TeacherRole)]}
+def _parameters(make: Callable[..., Any]) -> list[str]:
+    """Names that a preset or a part takes; `**common` stands for those of all presets, `**role` and `**options` for a teacher's."""
+    rest = {
+        "common": list(Common.__annotations__),
+        "role": [item.name for item in fields(teachers.TeacherRole)],
+        "options": [item.name for item in fields(distillation.Distill)],
+    }
     names = []
     for item in inspect.signature(make).parameters.values():
         names += rest.get(item.name, []) if item.kind is item.VAR_KEYWORD else [item.name]
-    return names
+    return list(dict.fromkeys(names))
 
 
 def _is_literal(value: str) -> bool:
@@ -127,6 +134,8 @@ def _literal(value: str) -> Any:
 
 def _changed(algorithm: Algorithm, slot: str, value: str) -> Algorithm:
     match = _CALL.fullmatch(value)
+    if "(" in value and not match:
+        raise _no_values(value)
     part = find(match["name"] if match else value, ESTIMATORS if slot == "kl" else _built_in(slot), slot)
     if match:
         part = _made(part, match["arguments"], value)
@@ -162,15 +171,22 @@ def _made(part: Any, text: str, whole: str) -> Any:
         if call.args or "None" in keywords:  # type: ignore[attr-defined]
             raise ValueError("a value has no name")
     except (SyntaxError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{whole!r}: write parameters as name=value with plain values and text in quotes, as in PKPO(k=2)."
-        ) from error
+        raise _no_values(whole) from error
     try:
         inspect.signature(part).bind(**keywords)
         return part(**keywords)
     except TypeError as error:
-        takes = ", ".join(inspect.signature(part).parameters)
-        raise ConfigError(f"{whole!r}: {error}; its parameters are {takes}.") from error
+        takes = _parameters(part)
+        unknown = [f"it has no parameter {name}" for name in keywords if name not in takes]
+        hints = "".join(did_you_mean(name, takes) for name in keywords if name not in takes)
+        problem = ", ".join(unknown) or str(error)
+        raise ConfigError(f"{whole!r}: {problem}; its parameters are {', '.join(takes)}.{hints}") from error
+
+
+def _no_values(whole: str) -> ConfigError:
+    return ConfigError(
+        f"{whole!r}: write parameters as name=value with plain values and text in quotes, as in PKPO(k=2)."
+    )
 
 
 def _with_estimator(kl: KL | None, estimator: Any) -> KL:
@@ -178,10 +194,11 @@ def _with_estimator(kl: KL | None, estimator: Any) -> KL:
 
 
 def _built_in(slot: str) -> Mapping[str, Callable[..., Any]]:
-    """Parts of the library by their own name."""
-    parts = {}
-    for module in _HOMES.get(slot, ()):
-        for key, value in vars(module).items():
-            if callable(value) and getattr(value, "__module__", "") == module.__name__ and not key.startswith("_"):
-                parts[key] = value
-    return parts
+    """Public parts of the library by their own name."""
+    public = importlib.import_module("covey.algorithms").__all__
+    return {
+        key: value
+        for module in _HOMES.get(slot, ())
+        for key, value in vars(module).items()
+        if key in public and getattr(value, "__module__", "") == module.__name__
+    }
