@@ -346,18 +346,22 @@ def test_an_answer_that_is_an_object_is_sent_as_json_and_a_request_that_is_refus
 
 
 @pytest.mark.parametrize("fault", ["slow down", "no key"])
-def test_an_endpoint_that_fails_costs_its_completions_and_one_that_refuses_ends_the_run(fault, tmp_path, monkeypatch):
+def test_an_endpoint_that_fails_costs_its_completions_and_one_that_refuses_ends_the_run(
+    fault, tmp_path, monkeypatch, caplog
+):
     from covey.rewards.builtin import chat_endpoint
 
     monkeypatch.setattr(chat_endpoint.Endpoint, "_pause", lambda self, attempt: 0.0)
     with endpoint(lambda body: 503 if fault == "slow down" else 401) as (url, _):
         trainer = GRPOTrainer(
-            tiny_model(), lambda completions, **k: [0.0] * len(completions), config(tmp_path, max_steps=1), ROWS,
+            tiny_model(), lambda completions, **k: [0.0] * len(completions), config(tmp_path, max_steps=2), ROWS,
             processing_class=tiny_tokenizer(), ensemble=[f"{url},served_model_name=big"],
         )  # fmt: skip
         if fault == "slow down":
             trainer.train()
-            assert trainer.state.log_history[0]["ensemble/big/lost"] == 1.0
+            assert [entry["ensemble/big/lost"] for entry in trainer.state.log_history[:2]] == [1.0, 1.0]
+            (said,) = [line for line in caplog.messages if "did not answer" in line]
+            assert said.startswith(f"Ensemble member big at {url} did not answer ")
             return
         with pytest.raises(ConfigError, match=r"ensemble member big .* refuses .* 401.*OPENAI_API_KEY"):
             trainer.train()

@@ -10,6 +10,7 @@ from zlib import crc32
 import pytest
 import torch
 from datasets import Dataset
+from endpoints import endpoint
 
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
@@ -273,7 +274,7 @@ def test_a_resumed_run_goes_on_as_the_whole_one(kind, tmp_path):
 
 
 def test_an_endpoint_cannot_write_the_runs_episodes(tmp_path):
-    with pytest.raises(ConfigError, match="nor its environment or agent"):
+    with endpoint(lambda body: "yes") as (url, _), pytest.raises(ConfigError, match="nor its environment or agent"):
         GRPOTrainer(
             tiny_llama(chat_tokenizer()),
             None,
@@ -281,7 +282,7 @@ def test_an_endpoint_cannot_write_the_runs_episodes(tmp_path):
             Dataset.from_list(ROWS),
             processing_class=chat_tokenizer(),
             agent=agent,
-            ensemble=Ensemble([Member("http://localhost:1/v1", served_model_name="m")]),
+            ensemble=Ensemble([Member(url, served_model_name="m")]),
         ).train()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.chat_endpoint import Endpoint, Reply, all_of
 from covey.rollout import Sampler, SamplingParams, close_sampler
 from covey.types import Completion, Finish, Group, Prompt
+
+logger = logging.getLogger(__name__)
 
 _STAND_IN = "covey-stand-in-for-an-answer"
 
@@ -194,19 +197,33 @@ class EndpointWriter:
     """None: its completions have text and no tokens."""
     check_stop: Callable[[], None] = field(default=lambda: None)
     """Called while requests are pending; an exception ends the waiting."""
+    is_away: bool = field(default=False, init=False)
+    """True if no request of the last call was answered."""
 
     def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Group]:
         """As `LocalWriter.write`. Raises ConfigError where the endpoint refuses for good: a wrong key, model or address."""
         work = [partial(self._ask, prompt, params, i) for prompt in prompts for i in range(self.samples)]
         try:
-            replies = iter(all_of(work, self.check_stop))
+            answers = all_of(work, self.check_stop)
         except RewardError as error:
             raise ConfigError(f"Ensemble member {self.name}: {error}") from error
+        if answers:
+            self._warn(sum(answer is None for answer in answers), len(answers))
+        replies = iter(answers)
         made = [[self._completion(prompt, next(replies), params) for _ in range(self.samples)] for prompt in prompts]
         return [
             Group(prompt=prompt, completions=tuple(completion for completion in row if completion is not None))
             for prompt, row in zip(prompts, made, strict=True)
         ]
+
+    def _warn(self, lost: int, count: int) -> None:
+        was_away, self.is_away = self.is_away, lost == count
+        if lost and not was_away:
+            logger.warning(
+                "Ensemble member %s at %s did not answer %d of %d requests; the run goes on without these completions "
+                "(ensemble/%s/lost says how many), and asks it again at each step.",
+                *(self.name, self.endpoint.url, lost, count, self.name),
+            )
 
     def _ask(self, prompt: Prompt, params: SamplingParams, sample: int) -> Reply | None:
         raw = prompt.raw

@@ -62,7 +62,8 @@ def refuse_missing(name: str, what: str) -> None:
     path = Path(text).expanduser()
     siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     where = "" if path.parent.is_dir() else f" There is no folder {str(path.parent)!r} either."
-    hint = f"{did_you_mean(path.name, siblings)}{where}"
+    server = " The address of a server begins with http://." if re.match(r"[\w.\-]+:\d+(/|$)", text) else ""
+    hint = f"{did_you_mean(path.name, siblings)}{where}{server}"
     kind = DataError if is_data else ModelError
     raise kind(f"The {what} {name!r} does not exist.{hint}")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from covey import algorithms as alg
 from covey.algorithms import Algorithm
+from covey.algorithms.teachers import is_address
 from covey.config import GRPOConfig
 from covey.config.options import ALGORITHM_OPTIONS
 from covey.data.checks import row_at
@@ -14,6 +15,8 @@ from covey.data.media import has_media
 from covey.data.together import columns_of, refuse_missing_languages
 from covey.errors import ConfigError, did_you_mean
 from covey.monitor import refuse_unknown_columns
+from covey.rewards.builtin.chat_endpoint import expect_server
+from covey.rewards.builtin.judge import Judge
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +170,21 @@ def check_teacher(role: Any, dataset: Any, *, has_agent: bool = False) -> None:
             f"No teacher is for a value of the column {role.by!r}: it holds {', '.join(sorted(there)[:5])}, and there are teachers for "
             f"{', '.join(sorted(teachers)[:5])}."
         )
+
+
+def expect_servers(rewards: Any, role: Any, ensemble: Any) -> None:
+    """Raise CoveyError where nothing answers at the address of a judge, a teacher or a member of the ensemble.
+
+    A teacher with `when_lost="skip"` may come later.
+    """
+    calls = [getattr(spec.call, "judge", None) for spec in rewards]
+    judges = {judge.endpoint.url: "judge" for judge in calls if isinstance(judge, Judge)}
+    shares = role.shares() if role is not None and role.when_lost == "stop" else []
+    teachers = {source: "teacher" for source, _, _ in shares if is_address(source)}
+    named = [] if ensemble is None else zip(ensemble.names, ensemble.members, strict=True)
+    members = {member.model: f"ensemble member {name}" for name, member in named if member.is_endpoint}
+    for url, called in {**judges, **teachers, **members}.items():
+        expect_server(url, called)
 
 
 def languages_of(args: Any, algorithm: Any) -> tuple[str, ...]:

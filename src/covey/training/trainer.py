@@ -39,7 +39,7 @@ from covey.training.build import (
     checked_eval,
     ensemble_of,
 )
-from covey.training.build_algorithm import check_columns, check_teacher, choose_algorithm
+from covey.training.build_algorithm import check_columns, check_teacher, choose_algorithm, expect_servers
 from covey.training.build_learner import RunInputs
 from covey.training.datasets import finite, loader_for_callbacks, refuse_no_data
 from covey.training.evaluator import Evaluator, averaged, end_with_average
@@ -148,8 +148,7 @@ class GRPOTrainer(TRLInterface):
             raise DataError("train() needs train_dataset: a data set with a column 'prompt'.")
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         self._restarts = resume == "auto"
-        newest = checkpoint.resolve(resume, self.output_dir) if self.world.is_main else None
-        start = self.world.broadcast(newest)
+        start = self.world.broadcast(checkpoint.resolve(resume, self.output_dir) if self.world.is_main else None)
         inputs: dict[str, Any] = {"scorer": self.scorer, "algorithm": self.algorithm, "tells": self.world.is_main}
         expect_resumable(start, self.args, self.train_dataset, self.model, **inputs)
         disk_errors = as_disk_errors("A file of the run", self.output_dir, self.output_dir)
@@ -209,6 +208,7 @@ class GRPOTrainer(TRLInterface):
         self.eval_dataset = checked_eval(eval_dataset, self.args)
         check_columns(self.args, self.train_dataset, self.agents, self.scorer, self.algorithm)
         check_teacher(self.algorithm.role, self.train_dataset, has_agent=self.agents.agent is not None)
+        expect_servers(self.scorer.rewards, self.algorithm.role, self.ensemble)
         if self.world.size > 1:
             self.world.expect_same(comparable_inputs(self.train_dataset, model, self.algorithm, self.scorer.rewards))
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from covey.errors import ConfigError, RewardError
+from covey.errors import ConfigError, RewardError, ServerError
 from covey.rewards.builtin.text import clean
 from covey.rewards.calling.deadline import Lanes
 
@@ -34,6 +34,8 @@ REQUESTS_AT_ONCE = 16
 _PASSING = frozenset({408, 409, 425, 429})
 """Refusals that may pass; so may every 5xx."""
 _LONGEST_WAIT = 30.0
+_PATIENCE_SECONDS = 10.0
+"""Longest wait for a server that is looked for before the run starts."""
 
 
 class ReplyError(ValueError):
@@ -86,9 +88,7 @@ class Endpoint:
     """Longest body of an answer that is read."""
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{self.called}(url={self.url!r}): give an address such as http://localhost:8000/v1.")
+        _expect_address(self.url, self.called)
         if not self.model:
             raise ConfigError(f"{self.called}(model='') names no model; give the one that the endpoint serves.")
         if self.request_seconds <= 0 or self.retries < 0 or self.backoff_seconds < 0 or self.max_tokens < 1:
@@ -166,6 +166,48 @@ class Endpoint:
                 f"The {self.called} at {self.url} refuses model {self.model!r}: HTTP {error.code} {detail}.{key}"
             )
         return _PassingError(f"HTTP {error.code}, and the connection broke")
+
+
+def _expect_address(url: str, called: str) -> None:
+    with contextlib.suppress(ValueError):  # a port that is no number, or a bracket without its other
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return
+    raise ConfigError(f"{called}(url={url!r}): give an address such as http://localhost:8000/v1.")
+
+
+def expect_server(url: str, called: str, attempts: int = 3) -> None:
+    """Raise ServerError where nothing listens at the address, ConfigError where its API is at `/v1` behind it.
+
+    The server is asked for its models. Any other answer, or a slow one, is left to the first question.
+    """
+    _expect_address(url, called)
+    base = url.rstrip("/")
+    for attempt in range(attempts):
+        status, problem = _status_of(f"{base}/models")
+        if problem is None:
+            break
+        time.sleep(0.0 if attempt == attempts - 1 else 0.5 * 2.0**attempt)
+    else:
+        raise ServerError(
+            f"The {called} at {url} cannot be reached ({problem}): start its server, or mend the address."
+        )
+    if status == 404 and _status_of(f"{base}/v1/models")[0] == 200:
+        raise ConfigError(f"The {called} at {url} has its API one level down: write {base}/v1.")
+
+
+def _status_of(url: str) -> tuple[int | None, object]:
+    """HTTP status of an address, None where it gave none in time, and the reason why it cannot be reached."""
+    try:
+        with _opener(url).open(url, timeout=_PATIENCE_SECONDS) as answer:
+            return answer.status, None
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code, None
+    except urllib.error.URLError as error:
+        return None, error.reason
+    except (http.client.HTTPException, OSError):
+        return None, None
 
 
 def _opener(url: str) -> urllib.request.OpenerDirector:

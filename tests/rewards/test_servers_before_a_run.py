@@ -1,0 +1,85 @@
+"""Servers of judges, teachers and members are looked for before a model is loaded."""
+
+import socket
+from http.server import BaseHTTPRequestHandler
+
+import pytest
+from datasets import Dataset
+
+from covey import GRPOConfig, GRPOTrainer
+from covey import algorithms as alg
+from covey.errors import ConfigError, ModelError, ServerError
+from covey.files.places import refuse_missing
+from covey.rewards import JudgeReward
+from covey.rewards.builtin import chat_endpoint
+from covey.rewards.builtin.chat_endpoint import expect_server
+from kit import http_server
+
+ROWS = Dataset.from_list([{"prompt": "a"}] * 4)
+
+
+@pytest.fixture
+def closed(monkeypatch):
+    """An address at which nothing listens."""
+    monkeypatch.setattr(chat_endpoint.time, "sleep", lambda seconds: None)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+
+
+@pytest.mark.parametrize("role", ["judge", "teacher", "ensemble member q"])
+def test_a_server_that_is_not_there_is_named_before_the_model_is_looked_for(role, closed, tmp_path):
+    args = GRPOConfig(str(tmp_path), num_generations=2, per_device_train_batch_size=2, use_cpu=True, bf16=False)
+    more = {
+        "judge": {"reward_funcs": JudgeReward(closed, "m")},
+        "teacher": {"algorithm": alg.grpo().replace(regularizers=alg.distill(closed, served_model_name="m", top_k=2))},
+        "ensemble member q": {"ensemble": [f"{closed},served_model_name=q"]},
+    }[role]
+    options = {"reward_funcs": "length", "args": args, "train_dataset": ROWS, **more}
+    with pytest.raises(ServerError, match=f"The {role} at {closed} cannot be reached .*refused.*: start its server"):
+        GRPOTrainer(model=str(tmp_path / "nowhere"), **options)
+
+
+def test_a_teacher_that_may_be_away_may_come_later(closed, tmp_path):
+    args = GRPOConfig(str(tmp_path), num_generations=2, per_device_train_batch_size=2, use_cpu=True, bf16=False)
+    term = alg.distill(closed, served_model_name="m", top_k=2, when_lost="skip")
+    with pytest.raises(ModelError, match="nowhere"):
+        GRPOTrainer(str(tmp_path / "nowhere"), "length", args, ROWS, algorithm=alg.grpo().replace(regularizers=term))
+
+
+def server(routes):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(routes.get(self.path, 404))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    return http_server(Handler)
+
+
+def test_an_address_without_its_last_part_is_told_what_to_write():
+    with server({"/v1/models": 200}) as address:
+        for url in (address, f"{address}/"):
+            with pytest.raises(ConfigError, match=f"The judge at {url} has its API .*: write {address}/v1"):
+                expect_server(url, "judge")
+        for url in (f"{address}/v1", f"{address}/v1/"):
+            expect_server(url, "judge")
+    for routes in ({"/models": 401}, {}, {"/models": 503}):  # a key, no list of models, a server that starts
+        with server(routes) as address:
+            expect_server(address, "judge")
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000/v1", "http://", "ftp://a/v1", "http://a:port/v1", "http://a:99999/v1", ""]
+)
+def test_what_is_no_address_is_refused_when_it_is_named(url):
+    with pytest.raises(ConfigError, match="give an address such as http://localhost:8000/v1"):
+        JudgeReward(url, "m")
+
+
+def test_an_address_without_a_scheme_that_is_taken_for_a_folder_is_told_so():
+    with pytest.raises(ModelError, match="The address of a server begins with http://"):
+        refuse_missing("localhost:8000/v1", "model folder")
