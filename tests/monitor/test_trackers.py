@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from datasets import Dataset
 from tracked_runs import ALERT, elsewhere, part
 from transformers import TrainerCallback
 
-from covey.monitor.trackers import Trackers
+from covey.monitor.trackers import Trackers, hurry_mlflow
 from faults.small_runs import lines, trainer
 
 TEXT = "warning at step 2, dead_groups: Dead.\n  try: easier"
@@ -72,7 +74,6 @@ def test_mlflow_has_one_run_with_every_step_after_a_resume_and_after_a_last_eval
 ) -> None:
     last = trained(tmp_path / "run", "mlflow")
     last.evaluate(Dataset.from_list([{"prompt": "Tom has 3 apples.", "answer": "3"}]))
-    mlflow.flush_async_logging()
     mlflow.end_run()
     (run,) = mlflow.search_runs(output_format="list")
     client = mlflow.MlflowClient()
@@ -82,6 +83,36 @@ def test_mlflow_has_one_run_with_every_step_after_a_resume_and_after_a_last_eval
     assert "eval_reward" in run.data.metrics
     assert run.data.tags["alert.dead_groups"] == TEXT
     assert run.data.tags["covey.run"] == json.loads((tmp_path / "run" / "run.json").read_text())["id"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_an_mlflow_server_that_hangs_is_told_and_nothing_waits_for_it_at_the_exit(
+    tmp_path: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = pytest.importorskip("mlflow.store.tracking.sqlalchemy_store").SqlAlchemyStore
+    released, real, asked = threading.Event(), store.log_batch, list[threading.Thread]()
+
+    def log_batch(self: Any, run_id: str, metrics: Any, params: Any, tags: Any) -> None:
+        if metrics:
+            asked.append(threading.current_thread())
+            released.wait(5)
+        real(self, run_id, metrics, params, tags)
+
+    monkeypatch.setattr(store, "log_batch", log_batch)
+    one = trainer(tmp_path / "run", report_to="mlflow", max_steps=4, logging_steps=1, save_strategy="no")
+    one.trackers.patience_seconds = 0.01
+    one.train()
+    assert caplog.text.count("MLflowCallback has not come back from on_log at step 1") == 1
+    assert "did not take 5 of its calls in time" in caplog.text, "four steps and the summary"
+    assert [thread.daemon for thread in asked] == [True], "no exit waits for a daemon"
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "7")
+    hurry_mlflow(one.trackers.lane("MLflowCallback"))
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "10"
+    released.set()
+    asked[0].join(30)
+    mlflow.end_run()
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
 """The command line: `covey VERB ...`. A verb is one small file, imported when it is called."""
 
 import importlib
+import os
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -42,6 +45,8 @@ VERBS = {
     "completion": "verbs and options for the Tab key of bash, zsh or fish",
 }
 """Each is `covey.cli.<name>` with a `verb` in it."""
+_PATIENCE_SECONDS, _LONGEST_EXIT_SECONDS = 60.0, 1800.0
+"""Seconds after which an exit that is held up is told, and ended; the second leaves time to upload a model."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,8 +54,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The result goes to stdout, all else to stderr.
     """
+    code = _main(list(sys.argv[1:] if arguments is None else arguments))
+    if arguments is None:
+        _end_in_time(code)
+    return code
+
+
+def _end_in_time(code: int) -> None:
+    """End this process, which has no more to do, whatever holds its exit up: a tracker's library waits hours for a server that hangs."""
+
+    def end() -> None:
+        time.sleep(_PATIENCE_SECONDS)
+        output.say(
+            "All is done, but a library holds this process up, such as a tracker that still sends its part. "
+            f"It ends in {(_LONGEST_EXIT_SECONDS - _PATIENCE_SECONDS) / 60:.0f} minutes at the latest; Ctrl-C ends it now."
+        )
+        time.sleep(_LONGEST_EXIT_SECONDS - _PATIENCE_SECONDS)
+        os._exit(code)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
+def _main(words: list[str]) -> int:
     open_closed()
-    words = list(sys.argv[1:] if arguments is None else arguments)
     is_debug = "--debug" in words
     sys.excepthook = sys.__excepthook__ if is_debug else _say_briefly
     try:

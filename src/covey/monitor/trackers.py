@@ -1,5 +1,6 @@
 """Additions to transformers' tracker callbacks: one tracker run over all resumes, alerts in it, and calls off the training thread."""
 
+import atexit
 import copy
 import logging
 import os
@@ -168,6 +169,7 @@ class Trackers(TrainerCallback):
         run_id = same[0].info.run_id if same else None
         opened = mlflow.start_run(run_id=run_id, run_name=args.run_name, tags={TAG: self.run_id})
         self._mlflow_run = opened.info.run_id
+        atexit.register(hurry_mlflow, self.lane("MLflowCallback"))  # before MLflow's own exit, registered earlier
 
     def _tell_wandb(self, alert: Alert, text: str) -> None:
         if (run := sys.modules["wandb"].run) is not None:
@@ -253,10 +255,18 @@ def _guard(kind: type, trackers: Trackers) -> type:
 
     def on_train_begin(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         with trackers.warn_when_slow(name):
-            return kind.on_train_begin(self, args, state, control, **kwargs)  # type: ignore[attr-defined]
+            kind.on_train_begin(self, args, state, control, **kwargs)  # type: ignore[attr-defined]
+        if name in _OF_A_THREAD:
+            self._async_log = False  # MLflow's own queue has no end, and the process waits for it at its exit
 
     heard = [event for event in _GUARDED if getattr(kind, event) is not getattr(TrainerCallback, event)]
     return type(name, (kind,), {"on_train_begin": on_train_begin, **{event: guard(event) for event in heard}})
+
+
+def hurry_mlflow(lane: CallQueue) -> None:
+    """At exit MLflow ends its run: ten seconds for a server that already holds a call up, not its quarter of an hour."""
+    if not lane.is_idle:
+        os.environ |= {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 
 
 def _same_mlflow_run() -> Callable[[], object]:
