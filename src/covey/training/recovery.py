@@ -115,16 +115,15 @@ def roll_back(
     state: TrainState,
     *,
     why: str,
-    learning_rate: float | None = None,
     set_aside: Iterable[Prompt] = (),
     before: int | None = None,
 ) -> TrainState:
     """Roll back to the newest verified checkpoint of this run from before the bad steps. Returns the state to continue from.
 
-    Everything is restored as on a resume: weights, optimizer, data, random generators, logs. `learning_rate` (None:
-    the run's `roll_back_learning_rate`) then multiplies the learning rate and its schedule; the prompts of `set_aside` are not
-    drawn again. `before`: the checkpoint must be of an earlier step (None: older than the last consecutive skipped updates).
-    Raises NumericsError when there is no such checkpoint. Every process must call it.
+    Everything is restored as on a resume: weights, optimizer, data, random generators, logs. The run's `roll_back_learning_rate`
+    then multiplies the learning rate and its schedule; the prompts of `set_aside` are not drawn again. `before`: the checkpoint
+    must be of an earlier step (None: older than the last consecutive skipped updates). Raises NumericsError when there is no
+    such checkpoint. Every process must call it.
     """
     guard, session = parts.learner.guard, parts.session
     last = state.step - state.bad_steps if before is None else before - 1
@@ -135,20 +134,20 @@ def roll_back(
         raise NumericsError(
             f"{why} There is no good checkpoint of step {last} or before to go back to; save more often."
         )
-    factor = guard.policy.roll_back_learning_rate if learning_rate is None else learning_rate
     restored = restore_tree(parts, newest)
     restore_history(session, newest)
-    earlier = guard.policy.roll_back_learning_rate ** (state.roll_backs - restored.roll_backs)
-    lower_rates(parts.learner.optimizer, parts.learner.scheduler, factor * earlier)
+    rate = guard.policy.roll_back_learning_rate
+    factor = rate * rate ** (state.roll_backs - restored.roll_backs)
+    lower_rates(parts.learner.optimizer, parts.learner.scheduler, factor)
     aside = dict.fromkeys([*state.set_aside, *restored.set_aside, *(row_key(prompt) for prompt in set_aside)])
     restored = replace(restored, roll_backs=state.roll_backs + 1, bad_steps=0, set_aside=tuple(aside))
     sentence = (
-        f"Back from step {state.step} to {newest.name}, with the learning rate times {factor * earlier:g}"
+        f"Back from step {state.step} to {newest.name}, with the learning rate times {factor:g}"
         + (f" and {len(aside)} prompt(s) set aside" if aside else "")
         + f": {why}"
     )
     logger.warning("%s", sentence)
-    details = {"from_step": state.step, "to_step": restored.step, "factor": factor * earlier, "set_aside": list(aside)}
+    details = {"from_step": state.step, "to_step": restored.step, "factor": factor, "set_aside": list(aside)}
     session.recorder.rewind(restored.step, Event(kind="rolled_back", said=sentence, details=details))
     parts.sampler.load(parts.learner.policy.model, version=restored.step)
     session.resume_from(restored)
