@@ -109,7 +109,7 @@ class Workspace:
     def gradient(
         self,
         rows: Tensor,
-        shape: LogitTransform,
+        transform: LogitTransform,
         saved: tuple[Tensor, Tensor, Tensor],
         slopes: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
@@ -117,14 +117,16 @@ class Workspace:
 
         `slopes` are the gradients of log-probability and entropy, each [m] or None.
         """
-        result = logit_gradient(shape.logits_(self.product(rows)), self.other[: rows.shape[0]], shape, saved, slopes)
+        result = logit_gradient(
+            transform.logits_(self.product(rows)), self.other[: rows.shape[0]], transform, saved, slopes
+        )
         return result if self.narrow is None else self.narrow[: rows.shape[0]].copy_(result)
 
 
 def logit_gradient(
     logits: Tensor,
     gradient: Tensor,
-    shape: LogitTransform,
+    transform: LogitTransform,
     saved: tuple[Tensor, Tensor, Tensor],
     slopes: tuple[Tensor | None, Tensor | None],
     inside: Tensor | None = None,
@@ -147,7 +149,7 @@ def logit_gradient(
     if of_logp is not None:
         of_target = of_logp.to(gradient.dtype) if inside is None else of_logp.to(gradient.dtype) * inside
         gradient.scatter_add_(-1, targets[:, None], of_target[:, None])
-    return shape.backward_(gradient, logits)
+    return transform.backward_(gradient, logits)
 
 
 def chunk_for(
@@ -178,7 +180,7 @@ def elements_of(total: int) -> int:
 
 
 class LinearLogProbability(torch.autograd.Function):
-    """`(hidden [M, D], weight [V, D], bias [V] or None, targets [M], shape, with_entropy)` -> `logp [M], entropy [M]`.
+    """`(hidden [M, D], weight [V, D], bias [V] or None, targets [M], transform, with_entropy)` -> `logp [M], entropy [M]`.
 
     With z the tempered logits and p their softmax: log p_y = z_y - log Z and H = log Z - E_p[z], so
     d log p_y / dz = 1_y - p and dH / dz = -p (z - E_p[z]). Matmuls run in the dtype of `hidden`, which is that of `weight`.
@@ -191,17 +193,17 @@ class LinearLogProbability(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        shape: LogitTransform,
+        transform: LogitTransform,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        space = Workspace(min(shape.chunk, hidden.shape[0]), hidden, weight, bias)
+        space = Workspace(min(transform.chunk, hidden.shape[0]), hidden, weight, bias)
         pieces = []
-        for start in range(0, hidden.shape[0], shape.chunk):
-            part = slice(start, start + shape.chunk)
-            pieces.append(_statistics(space, hidden[part], targets[part], shape, with_entropy))
+        for start in range(0, hidden.shape[0], transform.chunk):
+            part = slice(start, start + transform.chunk)
+            pieces.append(_statistics(space, hidden[part], targets[part], transform, with_entropy))
         logp, normalizer, entropy = map(torch.cat, zip(*pieces, strict=True))  # copies would be a launch each
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.shape, ctx.with_entropy = shape, with_entropy
+        ctx.transform, ctx.with_entropy = transform, with_entropy
         ctx.set_materialize_grads(False)
         return logp, entropy
 
@@ -209,24 +211,23 @@ class LinearLogProbability(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, logp_gradient: Tensor | None, entropy_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        shape: LogitTransform = ctx.shape
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        if shape.by_vocabulary is not None:
+        transform: LogitTransform = ctx.transform
+        wants_hidden, wants_weight, wants_bias = needed = ctx.needs_input_grad[:3]
+        if transform.by_vocabulary is not None:
             saved = targets, normalizer, entropy
             slopes = _slopes(logp_gradient, entropy_gradient if ctx.with_entropy else None, slice(None))
-            needed = ctx.needs_input_grad[:3]
-            return *shape.by_vocabulary(hidden, weight, bias, shape, saved, slopes, needed), None, None, None
+            return *transform.by_vocabulary(hidden, weight, bias, transform, saved, slopes, needed), None, None, None
         wide = torch.promote_types(weight.dtype, torch.float32)
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         bias_gradient = torch.zeros_like(bias, dtype=wide) if wants_bias else None
-        space = Workspace(min(shape.chunk, hidden.shape[0]), hidden, weight, bias)
-        for start in range(0, hidden.shape[0], shape.chunk):
-            part = slice(start, start + shape.chunk)
+        space = Workspace(min(transform.chunk, hidden.shape[0]), hidden, weight, bias)
+        for start in range(0, hidden.shape[0], transform.chunk):
+            part = slice(start, start + transform.chunk)
             rows = hidden[part]
             saved = targets[part], normalizer[part], entropy[part]
             slopes = _slopes(logp_gradient, entropy_gradient if ctx.with_entropy else None, part)
-            gradient = space.gradient(rows, shape, saved, slopes)
+            gradient = space.gradient(rows, transform, saved, slopes)
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0, dtype=wide)
             if hidden_gradient is not None:
@@ -240,13 +241,15 @@ class LinearLogProbability(torch.autograd.Function):
 
 
 def _statistics(
-    space: Workspace, rows: Tensor, targets: Tensor, shape: LogitTransform, with_entropy: bool
+    space: Workspace, rows: Tensor, targets: Tensor, transform: LogitTransform, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of `targets`, log of the normalizer and entropy, zeros without, of a chunk of hidden states: each [m]."""
-    if shape.kernels is not None:
-        logp, normalizer, entropy = shape.kernels.statistics(space.narrow_product(rows), targets, shape.constants)
+    if transform.kernels is not None:
+        logp, normalizer, entropy = transform.kernels.statistics(
+            space.narrow_product(rows), targets, transform.constants
+        )
         return logp, normalizer, entropy if with_entropy else torch.zeros_like(entropy)
-    logits, weights = shape.logits_(space.product(rows)), space.other[: rows.shape[0]]
+    logits, weights = transform.logits_(space.product(rows)), space.other[: rows.shape[0]]
     top = logits.amax(-1, keepdim=True)
     total = torch.sub(logits, top, out=weights).exp_().sum(-1)
     normalizer = total.log() + top.squeeze(-1)

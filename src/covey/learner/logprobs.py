@@ -131,7 +131,7 @@ def _fused(
     elif torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
     chunk = chunk_for(linear.weight.shape[0], chunk, hidden.device)
-    shape = LogitTransform(
+    transform = LogitTransform(
         head.multiply,
         head.softcap,
         temperature,
@@ -149,10 +149,10 @@ def _fused(
         bias = weight.new_zeros(weight.shape[0]) if bias is None else bias
         bias = bias.index_fill(0, onto(bias.device, torch.tensor(head.banned)), NEVER / head.multiply)
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    rest = count % shape.chunk
-    extra = min(WeightMatmul.padded_rows(rest, hidden.device), shape.chunk) - rest
+    rest = count % transform.chunk
+    extra = min(WeightMatmul.padded_rows(rest, hidden.device), transform.chunk) - rest
     if extra:
         hidden, targets = F.pad(hidden, (0, 0, 0, extra)), F.pad(targets, (0, extra))
     with torch.autocast(hidden.device.type, enabled=False):
-        logp, entropies = LinearLogProbability.apply(hidden, weight, bias, targets, shape, entropy)
+        logp, entropies = LinearLogProbability.apply(hidden, weight, bias, targets, transform, entropy)
     return logp[:count], entropies[:count]

@@ -12,7 +12,7 @@ def by_vocabulary(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    shape: LogitTransform,
+    transform: LogitTransform,
     saved: tuple[Tensor, Tensor, Tensor],
     slopes: tuple[Tensor | None, Tensor | None],
     wants: Sequence[bool],
@@ -28,23 +28,23 @@ def by_vocabulary(
     total = torch.zeros_like(hidden, dtype=wide) if wants[0] else None
     of_weight = torch.empty_like(weight) if wants[1] else None
     of_bias = torch.empty_like(bias) if wants[2] and bias is not None else None
-    size = block_of(shape.chunk, tokens, vocabulary)
+    size = block_of(transform.chunk, tokens, vocabulary)
     of_logp, of_entropy = slopes
-    if shape.kernels is not None and of_logp is not None and of_entropy is None:
+    if transform.kernels is not None and of_logp is not None and of_entropy is None:
         of_entropy = torch.zeros_like(of_logp)  # none is 0, in one kernel
     for start in range(0, vocabulary, size):
         part = slice(start, min(start + size, vocabulary))
         rows = weight[part]
         product = hidden @ rows.t() if bias is None else torch.addmm(bias[part], hidden, rows.t())
-        if shape.kernels is not None and of_logp is not None and of_entropy is not None:
+        if transform.kernels is not None and of_logp is not None and of_entropy is not None:
             of = of_logp, of_entropy
-            narrow = shape.kernels.slopes(product, targets - start, (normalizer, entropy), of, shape.constants)
+            narrow = transform.kernels.slopes(product, targets - start, (normalizer, entropy), of, transform.constants)
         else:
-            logits = shape.logits_(product.to(wide))
+            logits = transform.logits_(product.to(wide))
             inside = (targets >= start) & (targets < part.stop)
             place = (targets - start).clamp(0, rows.shape[0] - 1)
             gradient = logit_gradient(
-                logits, torch.empty_like(logits), shape, (place, normalizer, entropy), slopes, inside
+                logits, torch.empty_like(logits), transform, (place, normalizer, entropy), slopes, inside
             )
             narrow = gradient.to(hidden.dtype)
             del logits, gradient
