@@ -42,6 +42,8 @@ PACKED = 64
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
+    """Weights of a decoder layer, in the order of its forward pass."""
+
     before: Tensor
     qkv: SamplerLinear
     query_norm: Tensor | None

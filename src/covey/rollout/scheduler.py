@@ -77,11 +77,11 @@ class Scheduler:
         self.cache = self._new_cache(longest)
         self.free_output_rows = list(range(output_rows))[::-1]
         computed, outputs = rounded(self.max_rows), (output_rows + 1, longest)  # with rows that are padding
-        self.rows = torch.zeros(6, computed, dtype=torch.int64, device=device)
-        self.live = torch.zeros(computed, dtype=torch.bool, device=device)  # running, so that their tokens count
+        self.rows = torch.zeros(6, computed, dtype=torch.int64, device=device)  # by TOKEN, ..., SLOT of `requests`
+        self.live = torch.zeros(computed, dtype=torch.bool, device=device)  # [R], running, so that their tokens count
         self.no_output = torch.tensor(output_rows, device=device)  # the output row of all others
         self.num_rows = 0
-        self.tokens = torch.zeros(outputs, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(outputs, dtype=torch.int64, device=device)  # [output rows, T], as the next three
         self.logprobs = torch.zeros(outputs, device=device)
         self.uniforms = torch.zeros(outputs, dtype=widest_float(device), device=device)
         self.experts = None if forward.routers is None else forward.routers.table(*outputs, device)
