@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -212,6 +213,22 @@ def test_the_first_failure_of_two_works_ends_the_wait():
     with pytest.raises(ServerError, match="sending failed: no"):
         together([lambda: threading.Event().wait(5), fail], 5, "sending")
     assert together([lambda: 1, lambda: 2], 5, "sending") == [1, 2]
+
+
+def test_of_a_closed_connection_the_servers_answer_says_why():
+    closed = threading.Event()
+
+    def send():
+        closed.set()
+        raise RuntimeError("Connection closed by peer")
+
+    def ask():
+        closed.wait(5)
+        time.sleep(0.1)
+        raise ServerError("another process has joined this server since")
+
+    with pytest.raises(ServerError, match="sending failed: another process has joined this server since"):
+        together([send, ask], 5, "sending")
 
 
 def test_a_failure_ends_the_wait_while_items_are_fed_to_another_work():

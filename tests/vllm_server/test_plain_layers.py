@@ -142,6 +142,11 @@ def test_what_is_no_lora_of_a_linear_layer_does_not_travel_alone(changed):
     assert why_not_alone(policy_of(lora(rank_pattern={"v_proj": 8}))[0], 64, 1) is None
 
 
+def test_of_a_server_without_adapters_the_command_of_one_is_named():
+    policy, _ = policy_of(lora(rank_pattern={"v_proj": 8}))
+    assert "covey serve-vllm MODEL --lora-rank 8 starts one" in why_not_alone(policy, 0, 1)
+
+
 def test_what_a_server_would_scale_or_choose_otherwise_does_not_travel_alone():
     """It reads the configuration of the one adapter that it is sent."""
     policy, base = policy_of(lora())
@@ -196,11 +201,12 @@ def test_an_adapter_travels_alone_without_digests_where_nothing_speaks_for_anoth
         if earlier is not None:
             list(ServerSampler(earlier, tiny_tokenizer(), **how).sample(["2 + 2 ="], 1, SamplingParams(max_tokens=2)))
         caplog.clear()
+        caplog.set_level("INFO")
         sampler = ServerSampler(policy, tiny_tokenizer(), **how)
         (group,) = sampler.sample(["2 + 2 ="], 1, SamplingParams(max_tokens=6))
         (expected,) = plain_logprobs(policy, [group])
     torch.testing.assert_close(group.completions[0].logprobs, expected, atol=1e-5, rtol=0)
-    assert re.search(f"instead of the adapter alone: {why}", caplog.text) if why else "instead of" not in caplog.text
+    assert re.search(f"instead of the adapter alone: {why}" if why else "The adapter alone travels", caplog.text)
 
 
 @pytest.mark.parametrize("name", ["s", "self", "base"])

@@ -220,6 +220,17 @@ def test_a_server_that_is_killed_and_started_again_is_waited_for_and_sent_everyt
     assert serves(fake, model)
 
 
+def test_a_server_that_answers_health_alone_is_to_be_started_again(fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path)
+    drawn(sampler)
+    nudged(model)
+    sampler.load(model, version=1)
+    fake.faults["/is_paused"] = "hang"
+    sampler.client.deadlines = replace(sampler.client.deadlines, read=SHORT)
+    with pytest.raises(ServerError, match="/is_paused did not answer within 0.4 seconds.* resume the run"):
+        drawn(sampler)
+
+
 def serves(fake, model):
     served = fake.replicas[0].state_dict()
     return all(torch.equal(served[name], value) for name, value in model.state_dict().items())

@@ -26,6 +26,8 @@ from covey.rollout.vllm.weights import Source, copy_weights
 
 _LOOK_SECONDS = 0.05
 """Polling interval of an end while a thread is fed."""
+_ANSWER_SECONDS = 1.0
+"""Time that the server has to say why a connection was closed."""
 
 
 @dataclass(eq=False)
@@ -221,8 +223,19 @@ def together(works: Sequence[Callable[[], Any]], seconds: float, what: str, feed
             except queue.Empty:
                 raise ServerError(f"{what} was not done within {seconds:g} seconds.") from None
             if error is not None:
+                error = _clearer(error, results)
                 raise ServerError(f"{what} failed: {first_line(error)}") from error
             done[place] = result
         return [done[place] for place in range(len(works))]
     finally:
         feed.is_over.set()
+
+
+def _clearer(error: Exception, results: queue.Queue[tuple[int, Any, Exception | None]]) -> Exception:
+    """This error, or that of another work which ends soon: of a connection that was closed the server's answer says why."""
+    if isinstance(error, ServerError):
+        return error
+    with contextlib.suppress(queue.Empty):
+        *_, other = results.get(timeout=_ANSWER_SECONDS)
+        return other if isinstance(other, ServerError) else error
+    return error

@@ -42,6 +42,7 @@ def transport_for(
         reason = why_not_alone(model, server.facts.max_lora_rank, server.facts.data_parallel)
         reason = reason or _why_not_on_base(server, model, shards, world)
         if reason is None:
+            logger.info("The adapter alone travels to the vLLM server, through a folder that it sees.")
             return AdapterTransport(server, folder)
         logger.warning("Whole weights are sent to the vLLM server instead of the adapter alone: %s.", reason)
     refuse_packed(server)

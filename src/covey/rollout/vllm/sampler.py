@@ -236,7 +236,12 @@ class ServerSampler:
             logger.warning("The update failed: %s", error)
             self._wait()
             self.sync.is_broken = True  # it may have been started again, with the weights of its folder
-            seen = self.sync.push(update)
+            try:
+                seen = self.sync.push(update)
+            except NoAnswerError as again:
+                raise ServerError(
+                    f"{again} It answered /health before: start the server again, and resume the run."
+                ) from again
         self.seen.append(update_metrics(update.seconds + time.perf_counter() - started, self.sync.sent_bytes))
         if seen is not None:
             self.seen.append(seen.metrics())

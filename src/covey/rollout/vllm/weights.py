@@ -257,7 +257,7 @@ def why_not_alone(policy: Any, max_rank: int, data_parallel: int) -> str | None:
     reasons = {
         "several adapters are active": len(policy.active_adapters) > 1,
         "the adapter is scaled otherwise than its configuration has it": is_odd,
-        "it was started without --enable-lora (and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)": max_rank == 0,
+        f"it takes no adapters (covey serve-vllm MODEL --lora-rank {max(ranks)} starts one that does)": max_rank == 0,
         f"its --max-lora-rank is {max_rank} and the adapter's rank {max(ranks)}": max(ranks) > max_rank,
         "the adapter began by changing the base's weights (init_lora_weights)": changes_base(config.to_dict()),
         "the adapter uses DoRA": bool(getattr(config, "use_dora", False)),
