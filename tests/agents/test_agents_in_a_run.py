@@ -311,7 +311,7 @@ def test_an_agent_beside_tools_is_refused(tmp_path):
 
 
 def test_without_any_score_the_run_says_so(tmp_path):
-    with pytest.raises(RewardError, match="returned no score"):
+    with pytest.raises(RewardError, match="returned no score, or max_completion_length ended each episode"):
         trainer_of(tmp_path, lambda row, client, model: talk(client, model, row, 1), max_steps=1).train()
 
 

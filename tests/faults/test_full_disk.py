@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+import torch
 from mounting import can_mount
 from safetensors import SafetensorError
 from small_runs import trainer
@@ -18,9 +20,10 @@ from transformers import TrainerCallback
 
 from covey.cli import main
 from covey.errors import CoveyError, StorageError
+from covey.rollout.vllm.weights import Source, write_adapter, write_weights
 from covey.runs import checkpoint, checksums
 from covey.runs.disk import as_disk_errors, describe_newest, write_whole
-from kit import rest_nightly
+from kit import rest_nightly, tiny_model
 
 
 @pytest.fixture
@@ -236,3 +239,21 @@ def test_a_model_that_is_written_whole_replaces_its_own_files_only(tmp_path: Pat
     with pytest.raises(OSError, match="full"):
         write_whole(tmp_path / "new", fail)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("is_adapter", [False, True], ids=["whole weights", "an adapter"])
+def test_weights_for_a_vllm_server_name_the_disk_that_they_fill(
+    is_adapter: bool, small_disk: Path, tmp_path: Path
+) -> None:
+    """It may be another than the run's."""
+    model: Any = tiny_model("qwen2", hidden=128, layers=2)
+    if is_adapter:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=128, target_modules=["q_proj", "v_proj", "down_proj"]))
+    folder = small_disk / "versions" / "0"
+    run_dir = tmp_path / "run"
+    expected = pytest.raises(StorageError, match=f"written to {folder}: no space is left on the disk")
+    with expected, as_disk_errors("A file of the run", run_dir, run_dir):
+        if is_adapter:
+            write_adapter(Source(model), folder)
+        else:
+            write_weights(Source(model), folder, torch.float32)

@@ -145,7 +145,8 @@ def agent_reward(agent: Agent, is_alone: bool) -> Callable[..., Any]:
     def reward(agent_score: Sequence[float | None], **columns: Any) -> list[float | None]:
         if is_alone and all(score is None for score in agent_score):
             raise DataError(
-                f"agent {agent.name} returned no score and there is no other reward; return a number, or give reward_funcs."
+                f"agent {agent.name} returned no score, or max_completion_length ended each episode before it could, and there is no "
+                "other reward; return a number, give longer episodes, or give reward_funcs."
             )
         return list(agent_score)
 

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -174,11 +175,12 @@ def _write_whole(
     aside = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    plain_config(policy).save_pretrained(aside)
     pieces: dict[str, Piece] = {}
-    for key, tensors in in_pieces(weights):
-        name = f"model-{len(pieces):05d}.safetensors"
-        pieces[key] = _written(tensors, aside / name, folder / name, before.get(key), has_digests)
+    with _naming(folder):
+        plain_config(policy).save_pretrained(aside)
+        for key, tensors in in_pieces(weights):
+            name = f"model-{len(pieces):05d}.safetensors"
+            pieces[key] = _written(tensors, aside / name, folder / name, before.get(key), has_digests)
     _publish(aside, folder)
     return pieces
 
@@ -217,7 +219,8 @@ def write_adapter(source: Source, folder: Path) -> int:
     aside = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    policy.save_pretrained(str(aside), selected_adapters=[policy.active_adapter], **split)
+    with _naming(folder):
+        policy.save_pretrained(str(aside), selected_adapters=[policy.active_adapter], **split)
     if policy.active_adapter != "default":  # PEFT writes other names to a subfolder
         inner = aside / policy.active_adapter
         for file in inner.iterdir():
@@ -226,6 +229,19 @@ def write_adapter(source: Source, folder: Path) -> int:
     total = sum(file.stat().st_size for file in aside.iterdir())
     _publish(aside, folder)
     return total
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Context whose errors of a disk name this folder, where they name no file: it may be on another disk than the run."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if getattr(error, "filename", None):
+            raise
+        raise OSError(getattr(error, "errno", None), str(error), str(folder)) from error
 
 
 def _publish(aside: Path, folder: Path) -> None:
