@@ -60,8 +60,8 @@ def _header(folder: Path) -> list[str]:
     count = sum(math.prod(tensor["shape"]) for name, tensor in tensors.items() if name != "__metadata__")
     group, per_step = demo.DEMO_SETTINGS["num_generations"], demo.DEMO_SETTINGS["per_device_train_batch_size"]
     return [
-        f"model: {count / 1e6:.1f}M parameters (shipped)   task: arithmetic word problems   run: {folder}",
-        f"a step: {per_step // group} prompts x {group} completions = {per_step}",
+        f"model: {count / 1e6:.1f}M parameters (shipped)   task: arithmetic word problems",
+        f"a step: {per_step // group} prompts x {group} completions = {per_step}   run: {folder}",
     ]
 
 
