@@ -21,7 +21,10 @@ class Repositories:
         """Answer commits so, when set."""
         self.waits = threading.Event()
         """Commits wait until it is set."""
+        self.answers = threading.Event()
+        """No request that changes something is answered until it is set."""
         self.waits.set()
+        self.answers.set()
 
     @property
     def messages(self):
@@ -50,6 +53,7 @@ def _handler(repositories):
 
         def do_POST(self):
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            repositories.answers.wait(20)
             repositories.tokens.add(self.headers.get("Authorization"))
             if repositories.status is not None:
                 self.answer(repositories.status, {"error": "the hub says no"})
@@ -101,3 +105,4 @@ def serving():
             yield address, repositories
         finally:
             repositories.waits.set()
+            repositories.answers.set()

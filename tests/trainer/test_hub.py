@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 from datasets import Dataset
+from huggingface_hub import close_session
 from safetensors.torch import load
 from transformers import TrainerCallback
 
@@ -27,6 +28,7 @@ def hub(monkeypatch):
     """What a hub holds that huggingface_hub talks to in this test."""
     from huggingface_hub import constants
 
+    close_session()  # its time limit is that of an earlier test
     with serving() as (address, repositories):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", address)
@@ -207,6 +209,25 @@ def test_a_hub_that_does_not_answer_is_told_and_tried_again_later(tmp_path, hub,
     assert hub.commits[-1][:3] == ("org/apples", "trial", "At last")
     assert hub.branches == ["trial"]
     assert one.hub_model_id == "org/apples"
+
+
+def test_a_hub_that_takes_a_request_and_never_answers_holds_up_no_start(tmp_path, hub, caplog, monkeypatch):
+    monkeypatch.setattr(reach, "_SILENCE_SECONDS", 0.1)
+    hub.answers.clear()
+    one = trainer(tmp_path)
+    assert "ReadTimeout: timed out; training begins, and every upload tries again" in caplog.text
+    assert one.hub_model_id is None
+
+
+@pytest.mark.nightly  # huggingface_hub tries five more times, and waits 23 seconds between them
+def test_an_upload_that_is_never_answered_ends_as_a_failed_one(tmp_path, hub, caplog, monkeypatch):
+    monkeypatch.setattr(reach, "_SILENCE_SECONDS", 0.1)
+    one = trainer(tmp_path, save_strategy="steps", save_steps=2)
+    hub.waits.clear()
+    one.train()
+    (event,) = lines_of(tmp_path / "apples" / "events.jsonl")
+    assert event["kind"] == "upload_failed"
+    assert "ReadTimeout" in event["said"]
 
 
 def test_an_adapter_is_uploaded_as_one(tmp_path, hub):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _PATIENCE_SECONDS = 4.0
+_SILENCE_SECONDS = 90.0
 
 
 def hub_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -41,6 +42,14 @@ def bounded_hub(name: str | Path) -> Iterator[bool]:
     finally:
         for module, was in zip(switches, before, strict=True):
             module.HF_HUB_OFFLINE = was
+
+
+def limit_silence() -> None:
+    """Limit the silence of huggingface_hub's requests, which wait for ever by themselves; a slow upload moves, and may take hours."""
+    from huggingface_hub import get_session
+
+    if get_session().timeout.read is None:
+        get_session().timeout = _SILENCE_SECONDS
 
 
 @functools.cache

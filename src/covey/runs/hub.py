@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from covey.errors import ConfigError, CoveyError
-from covey.files.hub import bounded_hub
+from covey.files.hub import bounded_hub, limit_silence
 from covey.runs import checkpoint, checksums
 from covey.types import Event
 
@@ -99,6 +99,7 @@ class Hub:
         if self.repo_id is None:
             from huggingface_hub import HfApi
 
+            limit_silence()
             chosen = self.args.hub_private_repo if private is None else private
             made = HfApi().create_repo(self.name, token=token or self.args.hub_token, private=chosen, exist_ok=True)
             self.repo_id = made.repo_id
@@ -210,6 +211,7 @@ class Hub:
         from huggingface_hub import HfApi
 
         token, revision, api = token or self.args.hub_token, revision or self.args.hub_revision, HfApi()
+        limit_silence()
         repo = self.open(token, private)
         if revision is not None:
             api.create_branch(repo, branch=revision, token=token, exist_ok=True)
