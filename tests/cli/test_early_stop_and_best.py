@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.cli import main
+from covey.cli.train import _of_best
+from covey.process.lean import TrainerState
 from covey.training import saving
 from kit import rest_nightly, tiny_model, tiny_tokenizer
 
@@ -147,6 +149,29 @@ def test_a_run_whose_best_checkpoint_was_moved_or_deleted_ends_all_the_same(tmp_
     ends = again.model.state_dict()
     assert all(torch.equal(ends[name], value) for name, value in best.items()) == moved
     assert ("the checkpoint of the best evaluation, is not there any more" in caplog.text) == (not moved)
+
+
+def test_a_moved_run_that_goes_on_in_another_folder_ends_with_its_best_weights(tmp_path):
+    scores = (1.0, 3.0, 0.0, 0.0, 0.0, 0.0)
+    judged(tmp_path / "run", scores).train()
+    place = (tmp_path / "run").rename(tmp_path / "elsewhere")
+    again = judged(tmp_path / "new", scores)
+    again.train(resume_from_checkpoint=str(place / "checkpoint-6"))
+    assert Path(again.state.best_model_checkpoint) == place / "checkpoint-2"
+    best, ends = load_file(place / "checkpoint-2" / "model.safetensors"), again.model.state_dict()
+    assert all(torch.equal(ends[name], value) for name, value in best.items())
+
+
+def test_scores_of_best_weights_that_were_deleted_are_not_shown_as_the_runs(tmp_path):
+    best = tmp_path / "checkpoint-2"
+    best.mkdir()
+    history = [{"step": 2, "eval_reward": 9.0}]
+    state = TrainerState(best_global_step=2, best_model_checkpoint=str(best), log_history=history)
+    config = GRPOConfig(str(tmp_path), load_best_model_at_end=True, metric_for_best_model="reward", eval_strategy="steps", eval_steps=2,
+                        save_steps=2, report_to="none")  # fmt: skip
+    assert _of_best(config, state) == {"eval_reward": 9.0}
+    best.rmdir()
+    assert _of_best(config, state) == {}
 
 
 @pytest.mark.nightly

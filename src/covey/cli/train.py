@@ -273,7 +273,8 @@ def _report(config: Any, args: Args, steps: int, metrics: Mapping[str, Any], *, 
 def _of_best(config: Any, state: Any) -> dict[str, Any]:
     """Scores of the weights of the best evaluation, where the run ends with them."""
     best = state.best_global_step
-    if not config.load_best_model_at_end or Path(state.best_model_checkpoint or "").name != f"checkpoint-{best}":
+    named = Path(state.best_model_checkpoint or "")
+    if not config.load_best_model_at_end or named.name != f"checkpoint-{best}" or not named.is_dir():
         return {}
     if state.global_step > best:
         output.say(f"The run ends with the weights of step {best}, its best evaluation.")

@@ -295,6 +295,10 @@ def restore_history(session: Session, folder: Path) -> None:
         saved = TrainerState.load_from_json(str(path))
         for name in ("epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(session.trainer_state, name, getattr(saved, name))
+        best = Path(saved.best_model_checkpoint or "")
+        sibling = folder.parent / best.name  # where it is after the run was moved or copied, relative paths included
+        if best.name and sibling.is_dir() and not (best.is_dir() and best.samefile(sibling)):
+            session.trainer_state.best_model_checkpoint = str(sibling)
         restore_callbacks(session.handler, saved.stateful_callbacks)
 
 
