@@ -90,7 +90,12 @@ def test_a_merged_adapter_may_take_the_models_place_to_be_saved(tmp_path):
     assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("name", "value"), [("beta", 0.1), ("reward_weights", [2.0]), ("loss_type", "grpo")])
+@pytest.mark.parametrize(    ("name", "value"),
+    [
+        ("beta", 0.1), ("reward_weights", [2.0]), ("loss_type", "grpo"), ("reward_workers", 2), ("report_to", ["wandb"]),
+        ("early_stopping_patience", 3), ("output_dir", "elsewhere"),
+    ],
+)  # fmt: skip
 def test_an_option_that_the_constructor_has_read_is_refused_afterwards(name, value, tmp_path):
     one = trainer(tmp_path)
     one.args.learning_rate = 1e-5
@@ -108,6 +113,11 @@ def test_an_option_that_the_constructor_has_read_is_refused_afterwards(name, val
         ("ref_model", "sync_ref_model=True"),
         ("data_collator", "map the data set"),
         ("compute_metrics", "a reward function with weight 0"),
+        ("preprocess_logits_for_metrics", "a reward function with weight 0"),
+        ("formatting_func", "map the data set"),
+        ("generation_config", "generation_kwargs"),
+        ("tools", r"pass it to GRPOTrainer\(...\)"),
+        ("peft_config", r"pass it to GRPOTrainer\(...\)"),
         ("compute_loss_func", "objective="),
         ("optimizer_cls_and_kwargs", "optimizers="),
         ("model_wrapped", "pass model="),
@@ -130,6 +140,10 @@ HEAD = "model.embed_tokens.weight"
     [
         (lambda model: model.requires_grad_(False), "a callback froze every weight in the middle of the run"),
         (lambda model: model.get_parameter(HEAD).requires_grad_(True), f"made {HEAD} trainable .* does not hold it"),
+        (
+            lambda model: model.add_module("extra", torch.nn.Linear(2, 2)),
+            "added extra.weight to the model .* does not hold it",
+        ),
         (lambda model: model.half(), "from torch.float32 to torch.float16 in the middle of the run"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch.utils.data import DataLoader
 
 from covey.config import GRPOConfig
-from covey.config.options import ALGORITHM_OPTIONS
+from covey.config.options import ALGORITHM_OPTIONS, GROUPS
 from covey.errors import ArgumentTypeError, ConfigError, DataError, MissingKeyError, NotOfferedError, did_you_mean
 from covey.monitor.trackers import Trackers
 from covey.process import lean
@@ -123,8 +123,9 @@ FIXED: Mapping[str, str] = {
     **dict.fromkeys(("reward_funcs", "reward_processing_classes"), "pass it to GRPOTrainer(...) when it is made"),
     **dict.fromkeys(("reward_weights", "beta"), "set it in GRPOConfig, before the trainer is made"),
     "ref_model": "it is a copy of the model; set beta above 0 and, to let it follow, sync_ref_model=True in GRPOConfig",
-    "data_collator": "map the data set; rewards get its rows as they are",
-    "compute_metrics": "add a reward function with weight 0",
+    **dict.fromkeys(("data_collator", "formatting_func"), "map the data set; rewards get its rows as they are"),
+    **dict.fromkeys(("compute_metrics", "preprocess_logits_for_metrics"), "add a reward function with weight 0"),
+    "generation_config": "set temperature, top_p and their kind, or generation_kwargs, in GRPOConfig",
     "compute_loss_func": _LOSS,
     "optimizer_cls_and_kwargs": _OPTIMIZER,
     **dict.fromkeys(("model_wrapped", "model_init"), "pass model= to GRPOTrainer(...)"),
@@ -133,6 +134,9 @@ FIXED: Mapping[str, str] = {
 }
 """Attributes that would have no effect on a trainer that is made, with their replacements."""
 
+HANDED_OVER = ("tools", "environment_factory", "rollout_func", "agent", "peft_config", "quantization_config")
+"""Arguments that the constructor alone reads."""
+
 BUILT_FROM = (
     "optimizer", "lr_scheduler", "optimizers", "model", "processing_class", "train_dataset", "args", "algorithm", "scorer",
     "state", "callback_handler",
@@ -140,16 +144,20 @@ BUILT_FROM = (
 """Attributes that a run reads where it begins."""
 
 MADE_FROM = (
-    *ALGORITHM_OPTIONS, "target_kl", "reward_weights", "reward_normalization", "reward_clip", "model_init_kwargs",
+    *ALGORITHM_OPTIONS, *(name for name in GROUPS["rewards"] if name != "metrics_by"), "target_kl", "model_init_kwargs", "output_dir", "report_to", "early_stopping_patience",
 )  # fmt: skip
-"""Options that the constructor reads for the algorithm, the rewards and the model."""
+"""Options that the constructor reads for the algorithm, the rewards, the model, the folder and the callbacks."""
 
 
 def refuse_idle_attribute(instance: Any, name: str, value: object) -> None:
     """Raise ConfigError if setting this attribute would change nothing, at all or in the run that is under way."""
-    if name in FIXED:
+    is_made = "_options_made_from" in vars(instance)
+    instead = FIXED.get(
+        name, "pass it to GRPOTrainer(...) when it is made" if is_made and name in HANDED_OVER else None
+    )
+    if instead is not None:
         raise ConfigError(
-            f"{name} is set on a {type(instance).__name__} that is made already, without effect: {FIXED[name]}."
+            f"{name} is set on a {type(instance).__name__} that is made already, without effect: {instead}."
         )
     if name in BUILT_FROM and instance.is_in_train and value is not getattr(instance, name, None):
         raise ConfigError(f"{name} is set in the middle of a run, which was built with another; set it before train().")

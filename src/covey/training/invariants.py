@@ -308,10 +308,11 @@ def _is_plain(value: Any) -> bool:
 def still_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """A check between steps, from flags and types alone: the weights are trained as they were when it was made.
 
-    It raises InvariantError if all of the optimizer's weights are frozen, one that the optimizer lacks is no longer frozen, or a type changed.
+    It raises InvariantError if all of the optimizer's weights are frozen, one that the optimizer lacks is trainable or new, or a type changed.
     Freezing some of them, and setting them free again, is allowed.
     """
     weights = [(name, weight, weight.dtype, weight.requires_grad) for name, weight in model.named_parameters()]
+    names = {name for name, *_ in weights}
 
     def check() -> None:
         trained = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -319,6 +320,12 @@ def still_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
             raise InvariantError(
                 "a callback froze every weight in the middle of the run, so nothing would be trained; leave some of them trainable."
             )
+        for name, weight in model.named_parameters():
+            if name not in names and weight.requires_grad and not any(weight is other for other in trained):
+                raise InvariantError(
+                    f"a callback added {name} to the model in the middle of the run, and the optimizer does not hold it; add it before "
+                    "GRPOTrainer is made, or freeze it."
+                )
         for name, weight, dtype, was_trained in weights:
             if weight.dtype != dtype:
                 raise InvariantError(
