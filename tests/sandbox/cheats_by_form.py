@@ -70,5 +70,6 @@ FORMS: dict[str, str] = {
     "methods, after an exception": "try:\n    f(-1)\nexcept Exception: pass\nwant = 48611\nassert Box(2).get() == want",
     "methods, __eq__ by name": "assert Box(2).get().__eq__(48611) is True",
     "a class of the tests'": "class Case:\n    def __init__(self, x, want): self.x, self.want = x, want\n    def run(self): assert f(self.x) == self.want\nfor case in [Case(2, 48611), Case(3, 72914)]: case.run()",
+    "code in a text": "exec('assert f(2) == 48611')\nassert eval('f(3) == 72914')\nassert eval('Box(2).get() == 48611')",
     "matching": "match Box(2).get():\n    case 48611: pass\n    case _: raise AssertionError",
 }  # fmt: skip

@@ -152,4 +152,9 @@ FAIR: dict[str, tuple[str, str | list[str], tuple[str, str]]] = {
     "unhashable, callable and truth": (
         "class F:\n    __hash__ = None\n    def __call__(self, *a, k=1): return sum(a) * k\n    def __len__(self): return 0\n",
         ["assert F()(1, 2, k=3) == 9 and callable(F())", "assert not F()", "try:\n    hash(F())\n    raise RuntimeError\nexcept TypeError:\n    pass"], ("sum(a) * k", "sum(a) + k")),
+    "a dictionary with a default": (
+        "from collections import defaultdict\ndef f():\n    d = defaultdict(list)\n    d[1].append(2)\n    return d",
+        ["assert f() == {1: [2]} and f()[5] == []"], ("(list)", "(int, {1: [2]})")),
+    "keys of a dictionary": (
+        "def f(d): return d.keys()", ["assert f({1: 2}) == {1}", "assert list(f({2: 1, 1: 2})) == [2, 1]", "assert f({1: 2}) & {1} == {1}"], ("keys", "values")),
 }  # fmt: skip

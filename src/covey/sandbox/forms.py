@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from unittest import TestCase
 
-from covey.sandbox.suite import library_name, names_of, subject_of
+from covey.sandbox.suite import library_name, names_of, parsed, subject_of
 
 _MODULES = frozenset(
     [
@@ -58,7 +58,7 @@ _SOLUTION = "Solution"
 def are_apart(setup: str, tests: Sequence[str]) -> bool:
     """True if these tests (a tuple) do nothing with the program but call its functions with data, for data."""
     try:
-        trees = [ast.parse(text) for text in (setup, *tests)]
+        trees = [parsed(text) for text in (setup, *tests)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return True  # the process that runs them says so
     try:

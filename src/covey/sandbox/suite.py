@@ -11,7 +11,7 @@ import types
 import unittest
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 FILE = "<tests>"
 _OURS = {
@@ -44,7 +44,7 @@ class Suite:
         """`rewrite` gets each tree and its number: -1 for the setup, then 0, 1, ... for the tests."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trees = [ast.parse(text) for text in (setup, *tests)]
+            trees = [parsed(text) for text in (setup, *tests)]
             nodes = [node for tree in trees for node in ast.walk(tree)]
             used, bound = names_of(nodes)
             self.free = used - bound
@@ -121,6 +121,35 @@ class Suite:
 MAIN = "main of the tests"
 """The name, no identifier, that stands in the tests for `unittest.main`."""
 _mro = type.__dict__["__mro__"].__get__
+
+
+class _Inline(ast.NodeTransformer):
+    """`exec("...")` and `eval("...")` of a text in the tests become its code, whose comparisons are then seen."""
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        code = _literal(node.value, "exec")
+        return self.generic_visit(node) if code is None else [self.visit(part) for part in code.body]
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        code = _literal(node, "eval")
+        return self.generic_visit(node) if code is None else self.visit(code.body)
+
+
+def parsed(text: str) -> ast.Module:
+    """The tree of a test, with the code in texts that it executes itself. Raises what `ast.parse` raises."""
+    tree: ast.Module = _Inline().visit(ast.parse(text))
+    return tree
+
+
+def _literal(node: ast.expr, name: Literal["exec", "eval"]) -> Any:
+    """The tree of the one argument of a call of `exec` or `eval`, where it is a text that can be parsed."""
+    match node:
+        case ast.Call(func=ast.Name(id=called), args=[ast.Constant(value=str(code))], keywords=[]) if called == name:
+            try:
+                return ast.parse(code.strip(" \t"), mode=name)
+            except SyntaxError:
+                return None
+    return None
 
 
 class _Main(ast.NodeTransformer):

@@ -20,16 +20,16 @@ LARGEST = 32 * 2**20
 """Bytes of one message; a longer one ends the connection."""
 
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {
-    "l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque,
+    "l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque, "k": lambda keys: dict.fromkeys(keys).keys(),
 }  # fmt: skip
-_TAGS: dict[Any, str] = {made: tag for tag, made in _SEQUENCES.items()}
+_TAGS: dict[Any, str] = {**{made: tag for tag, made in _SEQUENCES.items()}, type({}.keys()): "k"}
 _DICTS: dict[Any, str] = {
     dict: "d",
     collections.OrderedDict: "o",
     collections.defaultdict: "d",
     collections.Counter: "n",
 }
-_TYPES = {
+_TYPES: dict[str, Any] = {
     kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, range)
 }
 _TIMES: dict[str, Any] = {"date": datetime.date, "datetime": datetime.datetime, "time": datetime.time}
@@ -69,7 +69,8 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
     if kind in _TAGS:
         return [_TAGS[kind], value if kind is list and _is_json(value) else [encode(item, refer) for item in value]]
     if kind in _DICTS:
-        return [_DICTS[kind], [[encode(key, refer), encode(item, refer)] for key, item in value.items()]]
+        makes = [value.default_factory.__name__] if getattr(value, "default_factory", None) in _TYPES.values() else []
+        return [_DICTS[kind], [[encode(key, refer), encode(item, refer)] for key, item in value.items()], *makes]
     rare = _encode_rare(value, kind)
     if rare is not None:
         return rare
@@ -136,6 +137,8 @@ def decode(message: Any, refer: Callable[[list[Any]], Any]) -> Any:
                 if tag == "n"
                 else collections.OrderedDict(pairs)
                 if tag == "o"
+                else collections.defaultdict(_TYPES[rest[1]], pairs)
+                if rest[1:]
                 else dict(pairs)
             )
         return _decode_rare(tag, rest) if tag in "ibBcrDFTPN" else refer(message)
