@@ -283,6 +283,8 @@ WRITTEN_RIGHT = [
     ("-18", "It is −18."),
     ("18", r"\boxed{\boxed{18}}"),
     ("18", r"7 + 11 = 18 altogether."),
+    ("18", "She has 18 quarters."),
+    ("8", "He cannot buy half a can, so he needs to buy 8."),
 ]
 WRITTEN_WRONG = [
     ("18", "The answer is at least 18."),

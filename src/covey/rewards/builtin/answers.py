@@ -21,7 +21,7 @@ _NUMBER = re.compile(
     rf"(?<![\w.√½¼¾])(?<![0-9]['\u2019])[-+]?\$?-?{_INTEGER}(?:\.[0-9]+)?(?:/[0-9]+)?|(?<![\w.])[-+]?\.[0-9]+", re.ASCII
 )
 _GOES_ON = re.compile(
-    r"\w*(?:[ \t]*(?:\\?%|!|\^|:|(?:(?:hundred|thousand|million|billion|trillion|dozen|third|quarter)s?|halves|percent|squared|cubed|factorial)\b))*",
+    r"\w*(?:[ \t]*(?:\\?%|!|\^|:|(?:(?:hundred|thousand|million|billion|trillion|dozen|third)s?|halves|percent|squared|cubed|factorial)\b))*",
     re.IGNORECASE,
 )
 _IN_A_LIST = re.compile(
@@ -31,7 +31,7 @@ _IN_A_LIST = re.compile(
 """Text before a number that is one of several, or an operand."""
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
 _DENIED = re.compile(
-    r"\b(?:not|never|nor|neither|or|than|except|minus|negative|cannot|no longer|(?:any|every|no)thing but|all but)\b[^.;:=0-9]*$"
+    r"\b(?:not|never|nor|neither|or|than|except|minus|negative|cannot be|no longer|(?:any|every|no)thing but|all but)\b[^.;:=0-9]*$"
     r"|n['\u2019]t\b[^.;:=0-9]*$|(?:\b(?:half|twice|double|triple|root|at least|at most|over|under|above|below|about|around|approximately|roughly|almost|nearly)"
     r"(?: of)?|≈|~)[\s$*]*$",
     re.IGNORECASE,
