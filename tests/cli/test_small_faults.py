@@ -13,7 +13,7 @@ from transformers import BloomConfig, FalconConfig, GraniteMoeHybridConfig, Qwen
 from covey import GRPOConfig, GRPOTrainer, __version__, demo
 from covey.cli import main
 from covey.data import PromptStream, follow, load, prepare_tokenizer
-from covey.errors import ConfigError, DataError
+from covey.errors import ConfigError, DataError, ModelError
 from covey.evaluation.compare.run_data import read_runs
 from covey.learner.trials import reason_against_sharing
 from covey.models import load_tokenizer
@@ -82,6 +82,13 @@ def test_a_ray_that_does_not_start_is_told_in_a_sentence(tmp_path, monkeypatch):
     ):
         connected("this", "leave it out")
     sys.modules.pop("ray")
+
+
+def test_the_tokenizer_of_a_run_is_looked_for_in_the_model_that_it_ended_with(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="give '.*/model', what this run ended with"):
+        load_tokenizer(None, tmp_path)
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

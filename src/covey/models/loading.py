@@ -218,7 +218,8 @@ def load_tokenizer(
                 where, trust_remote_code=trust_remote_code, **hub_options(init_kwargs)
             )
     except Exception as error:  # tokenizers raises Exception itself
-        hint = "tokenizer.json and tokenizer_config.json must lie beside the model, or pass processing_class="
+        files = "tokenizer.json and tokenizer_config.json must lie beside the model, or pass processing_class="
+        hint = _model_of_run(Path(where)) or files
         raise ModelError(f"No tokenizer could be loaded from {str(where)!r} ({hint}): {first_line(error)}") from error
     expect_words(tokenizer)
     return tokenizer
@@ -261,12 +262,17 @@ def _check_folder(source: str) -> None:
     missing = [] if is_adapter else [name for name, names in patterns.items() if not has(names)]
     if missing:
         content = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-        is_run = any((folder / "model" / name).is_file() for name in ("config.json", "adapter_config.json"))
-        fix = f"; give {str(folder / 'model')!r}, what this run ended with" if is_run else f"; it holds {content}"
-        raise ModelError(f"The model folder {source!r} lacks {' and '.join(missing)}{fix}.")
+        fix = _model_of_run(folder) or f"it holds {content}"
+        raise ModelError(f"The model folder {source!r} lacks {' and '.join(missing)}; {fix}.")
     for name in ("config.json", "generation_config.json", "adapter_config.json"):
         if (folder / name).is_file() and not isinstance(read_json(folder / name, ModelError), dict):
             raise ModelError(f"{folder / name} holds no options of a model: it must be one JSON object.")
+
+
+def _model_of_run(folder: Path) -> str:
+    """The advice to give the model that a run ended with, where the folder is a run's."""
+    is_run = any((folder / "model" / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return f"give {str(folder / 'model')!r}, what this run ended with" if is_run else ""
 
 
 def dtype_of(value: Any) -> Any:
