@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from itertools import product
 
 import pytest
@@ -18,6 +20,7 @@ from covey.rollout.agreement import plain_logprobs, reason_against
 from covey.rollout.cuda_graphs import Captured
 from covey.rollout.forward import ModulesForward
 from covey.rollout.kernel_choice import verified_attention
+from covey.rollout.kv_cache import KVCache
 from covey.types import Prompt
 from kit import rest_nightly, tiny_tokenizer
 
@@ -60,6 +63,23 @@ def test_log_probabilities_equal_a_plain_forward_whatever_enters_and_leaves(kind
     assert [len(group.prompt.token_ids) for group in groups] == list(LENGTHS)
     assert len({one.num_tokens for group in groups for one in group.completions}) > (2 if temperature else 1)
     assert gap_of(sampler, groups) <= 1e-5
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_the_cache_of_a_call_is_freed_as_it_ends(is_static, monkeypatch):
+    """Without a garbage collection: a learner's step needs its memory."""
+    caches, made = [], KVCache.__init__
+    monkeypatch.setattr(
+        KVCache, "__init__", lambda self, *a, **options: caches.append(weakref.ref(self)) or made(self, *a, **options)
+    )
+    sampler = sampler_for("falcon_h1")
+    sampler.is_static = is_static
+    gc.disable()
+    try:
+        collect(sampler, PROMPTS[:2], 2, SamplingParams(max_tokens=3, seed=1))
+        assert [cache() for cache in caches[-1:]] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.nightly  # neither do log-probabilities, in the test above

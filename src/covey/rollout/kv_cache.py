@@ -67,7 +67,7 @@ class KVCache:
         """`kernels` compute decode attention; without them, PyTorch's operations do. `states` are the model's, if it has some."""
         self.layers, self.device, self.dtype, self.context = tuple(layers), device, dtype, context
         self.kernels = kernels
-        self.states = None if states is None else RowStates(states, device, self._grown)
+        self.states = None if states is None else RowStates(states, device)
         new = lambda *shape: torch.zeros(*shape, device=device, dtype=dtype)
         self.prefix = [new(*layer.shape(0, 0)) for layer in layers]  # each [2, P, Hkv, columns, D]
         self.suffix = [new(*layer.shape(0, 0)) for layer in layers]  # each [2, R, Hkv, columns, D]
@@ -127,7 +127,7 @@ class KVCache:
         self.starts += [self.step_column] * count
         self._fit_rows(old)
         if self.states is not None:
-            self.states.reserve(old, len(self.suffix_bias))
+            self.states.reserve(old, len(self.suffix_bias), self._grown)  # no cycle that outlives the call
 
     def _fit_rows(self, old: int) -> None:
         """Allocate suffixes of the rows behind the first `old`."""

@@ -166,8 +166,8 @@ NewTensor: TypeAlias = Callable[[Hashable, Tensor, "tuple[int, ...]"], Tensor]
 class RowStates:
     """States of R running rows, and of prompts whose rows have not begun."""
 
-    def __init__(self, places: StatePlaces, device: torch.device, new_tensor: NewTensor) -> None:
-        self.places, self.device, self.new_tensor = places, device, new_tensor
+    def __init__(self, places: StatePlaces, device: torch.device) -> None:
+        self.places, self.device = places, device
         self.tensors = [
             torch.zeros(0, *place.shape, dtype=place.dtype, device=device) for place in places.places
         ]  # each [capacity, *shape]
@@ -178,13 +178,11 @@ class RowStates:
     def capacity(self) -> int:
         return len(self.tensors[0]) if self.tensors else 0
 
-    def reserve(self, held: int, rows: int) -> None:
+    def reserve(self, held: int, rows: int, new_tensor: NewTensor) -> None:
         """Allocate `rows` rows; the first `held` keep their states."""
         if rows > self.capacity:
             shapes = [(rows, *place.shape) for place in self.places.places]
-            self.tensors = [
-                self.new_tensor(("state", i), self.tensors[i][:held], shape) for i, shape in enumerate(shapes)
-            ]
+            self.tensors = [new_tensor(("state", i), self.tensors[i][:held], shape) for i, shape in enumerate(shapes)]
 
     def move(self, to: Sequence[int], source: Sequence[int]) -> None:
         """Rows `source` replace the rows `to`."""
