@@ -162,6 +162,27 @@ def test_a_moved_run_that_goes_on_in_another_folder_ends_with_its_best_weights(t
     assert all(torch.equal(ends[name], value) for name, value in best.items())
 
 
+@pytest.mark.slow
+def test_a_best_checkpoint_that_was_changed_on_the_disk_is_not_taken(tmp_path, caplog):
+    scores = (1.0, 3.0, 0.0, 0.0, 0.0, 0.0)
+    one = judged(tmp_path / "run", scores)
+    one.train()
+    last = load_file(tmp_path / "run" / "checkpoint-6" / "model.safetensors")
+    weights = tmp_path / "run" / "checkpoint-2" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-2] ^= 1  # one bit of a weight, which stays finite
+    weights.write_bytes(content)
+    again = judged(tmp_path / "run", scores)
+    with caplog.at_level("WARNING"):
+        again.train(resume_from_checkpoint=True)
+    assert (
+        "the checkpoint of the best evaluation, is damaged (model.safetensors has changed since it was written)"
+        in caplog.text
+    )
+    assert all(torch.equal(again.model.state_dict()[name], value) for name, value in last.items())
+    assert again.state.best_model_checkpoint is None
+
+
 def test_scores_of_best_weights_that_were_deleted_are_not_shown_as_the_runs(tmp_path):
     best = tmp_path / "checkpoint-2"
     best.mkdir()

@@ -103,7 +103,7 @@ def expect_ids_below(token_ids: Sequence[int], limit: int | None, where: str) ->
     if limit is not None and highest >= limit:
         raise DataError(
             f"{where} has token id {highest}, but the model has only {limit} embeddings; change the prompt, or call "
-            f"model.resize_token_embeddings({highest + 1})."
+            "model.resize_token_embeddings(len(tokenizer))."
         )
 
 

@@ -23,7 +23,7 @@ from covey.process.world import World
 from covey.rewards import Scorer, reward_metrics
 from covey.rollout import SamplingParams
 from covey.rollout.sampler import DEFAULT_ROWS
-from covey.runs import checkpoint
+from covey.runs import checkpoint, checksums
 from covey.runs.evaluations import by_question
 from covey.training.credit import completion_metrics, with_advantages
 from covey.training.drawing import Draws
@@ -184,12 +184,18 @@ def end_with_average(parts: Parts, args: Any, state: Any, *, is_whole: bool) -> 
 
 
 def best_checkpoint(state: Any, world: World) -> Path | None:
-    """Checkpoint of the best evaluation that has one. None without one; a warning if it was there. Every process must call it."""
+    """Checkpoint of the best evaluation that has one. Every process must call it.
+
+    None without one, or, with a warning and from now on, where it is gone or no longer as it was written.
+    """
     named = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
-    is_gone = named is not None and not named.is_dir()
-    if is_gone and world.is_main:
-        logger.warning("%s, the checkpoint of the best evaluation, is not there any more.", named)
-    return world.broadcast(None if is_gone else named)  # only the main process knows the saved checkpoints
+    if named is not None and world.is_main:
+        faults = checksums.problems(named) if named.is_dir() else ["gone"]
+        if faults:
+            is_now = f"is damaged ({'; '.join(faults)})" if named.is_dir() else "is not there any more"
+            logger.warning("%s, the checkpoint of the best evaluation, %s.", named, is_now)
+            state.best_model_checkpoint = named = None
+    return world.broadcast(named)  # only the main process knows the saved checkpoints
 
 
 @dataclass
