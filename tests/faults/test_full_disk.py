@@ -257,3 +257,20 @@ def test_weights_for_a_vllm_server_name_the_disk_that_they_fill(
             write_adapter(Source(model), folder)
         else:
             write_weights(Source(model), folder, torch.float32)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), ConnectionError("gone"), SafetensorError("full")])
+def test_an_error_while_weights_are_written_keeps_its_kind_and_words(
+    error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise error
+
+    words, model = str(error), tiny_model("qwen2")
+    monkeypatch.setattr(type(model.config), "save_pretrained", fail)
+    with pytest.raises(type(error)) as caught:
+        write_weights(Source(model), tmp_path / "0", torch.float32)
+    assert caught.value is error
+    names_it = getattr(error, "errno", True) is not None
+    assert error.filename == (str(tmp_path / "0") if names_it else None)
+    assert str(error) in (words, f"{words}: {str(tmp_path / '0')!r}")

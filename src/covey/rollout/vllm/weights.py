@@ -238,10 +238,11 @@ def _naming(folder: Path) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        if getattr(error, "filename", None):
-            raise
-        raise OSError(getattr(error, "errno", None), str(error), str(folder)) from error
+    except (OSError, SafetensorError) as caught:
+        error: Any = caught
+        if getattr(error, "errno", True):  # an OSError without a number comes from no disk
+            error.filename = getattr(error, "filename", None) or str(folder)
+        raise
 
 
 def _publish(aside: Path, folder: Path) -> None:
