@@ -24,6 +24,7 @@ ALLOWED = {
     r"\.reference\.moves": "counts within one process, to know whether it moved between two looks",
     r"\.session\.num_steps": "counts with the clock beside it, which begins anew: the speed is that of this process",
     r"\.session\.last_saved": "a stop before the next step writes the same checkpoint again",
+    r"\.metrics\._descriptor": "a number of this process, of the file that the next line opens",
     r"\.prompts\._order\._rows": "the rows of this epoch, drawn again from the seed when they are needed",
 }
 """Places that may differ after a resume, and why."""
