@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -87,8 +88,16 @@ def test_a_log_that_is_deleted_is_written_again_whole(tmp_path: Path) -> None:
     assert logged(run.path) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("is_over", [True, False])
-def test_a_run_whose_folder_another_run_has_taken_ends_without_touching_it(is_over: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_over", "records"),
+    [
+        (True, lambda run: run.append_metrics(4, {})),
+        (False, lambda run: run.append_events(3, [Event(kind="save_failed", said="The folder was moved.")])),
+    ],
+)
+def test_a_run_whose_folder_another_run_has_taken_ends_without_touching_it(
+    is_over: bool, records: Callable[[RunFolder], object], tmp_path: Path
+) -> None:
     run = begun(tmp_path / "run")
     os.rename(run.path, tmp_path / "elsewhere")
     code = "from pathlib import Path; from covey.runs import RunFolder; run = RunFolder.create(Path('run')); run.describe(args={})\n"
@@ -99,7 +108,8 @@ def test_a_run_whose_folder_another_run_has_taken_ends_without_touching_it(is_ov
     assert other.returncode == (0 if is_over else None), other.err
     theirs = {path.name: path.read_bytes() for path in run.path.glob("[!.]*")}
     with pytest.raises(RunFolderError, match=f"Another run has begun in {run.path}.* ends after step 3"):
-        run.append_metrics(4, {})
+        records(run)
+    run.append_events(3, [Event(kind="save_failed", said="The folder was moved.")])  # of a save that was under way
     run.close("failed")
     assert {path.name: path.read_bytes() for path in run.path.glob("[!.]*")} == theirs
     assert logged(tmp_path / "elsewhere") == [1, 2, 3]
@@ -127,6 +137,26 @@ def test_a_file_in_the_place_of_the_folder_costs_records_and_not_the_run(tmp_pat
         run.append_metrics(6, {})
     run.close()
     assert logged(run.path) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux has the file that opens and cannot be read")
+def test_lines_that_a_network_disk_no_longer_has_are_named_and_later_ones_are_written(tmp_path: Path) -> None:
+    """What another machine deletes is no longer read through an open file there: the next lines had waited until the end."""
+    run = begun(tmp_path / "run")
+    shutil.rmtree(run.path)
+    with open("/proc/self/mem", "rb") as unreadable:
+        os.dup2(unreadable.fileno(), run.metrics._descriptor)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run.append_metrics(4, {})
+        run.append_metrics(5, {})
+    assert [str(warning.message).split(" (")[0] for warning in seen][:1] == [
+        f"The lines of {run.metrics.path} so far are lost"
+    ]
+    assert len(seen) == 2
+    assert manifest.load(run.path / "run.json")["state"] == "running"
+    assert (logged(run.path), logged(run.path, "events.jsonl")) == ([4, 5], [1, 2, 3])
+    run.close()
 
 
 def test_a_disk_that_does_not_answer_is_not_taken_for_a_deleted_folder(
@@ -160,6 +190,17 @@ def test_a_checkpoint_whose_folder_is_deleted_in_the_middle_is_refused_whole(tmp
     with pytest.raises(StorageError, match="checkpoint-2 could not be written .* deleted or moved"):
         checkpoint.save(tmp_path / "run", 2, write, {})
     assert checkpoint.checkpoints(tmp_path / "run") == []
+
+
+def test_an_error_after_a_checkpoint_has_its_name_is_not_said_to_be_a_lost_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(folder: Path) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")  # of network disks that flush no folders
+
+    monkeypatch.setattr(checkpoint, "sync_folder", refuses)
+    with pytest.raises(OSError, match="Invalid argument"):
+        checkpoint.save(tmp_path / "run", 2, lambda folder: None, {})
 
 
 class Deletes(TrainerCallback):

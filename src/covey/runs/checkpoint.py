@@ -59,7 +59,7 @@ def save(
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(staging))
         path = commit(staging)
     except BaseException as error:
-        is_gone = _is_replaced(staging, descriptor)
+        is_gone = all(_is_replaced(folder, descriptor) for folder in (staging, run_dir / f"checkpoint-{step}"))
         remove_tree(staging)
         refused = _refused(error, step, run_dir, is_gone)
         if refused is error:

@@ -58,6 +58,8 @@ class RunFolder:
         self._step = 0 if resumed_from is None else int(checksums.read(resumed_from)["step"])
         self._refused: set[str] = set()
         self._is_closed = False
+        self._is_taken = False
+        """True: another run has its place, and nothing of this one is written there any more."""
         self._run_json: dict[str, Any] = {}
         """`run.json` as it began; empty before `describe`."""
 
@@ -164,7 +166,7 @@ class RunFolder:
             if self._run_json and run_json is not None and run_json.get("id") != self._run_json["id"]:
                 raise RunFolderError(f"{self.path} holds another run.")
         except RunFolderError as error:
-            self._is_closed = True  # nothing is written over the other's records
+            self._is_closed = self._is_taken = True
             self._lock.release()
             raise RunFolderError(
                 f"Another run has begun in {self.path}, which was deleted, moved or replaced in the middle of this one, so this one ends "
@@ -177,7 +179,7 @@ class RunFolder:
         rest = "" if place is None else f" Everything else of it until then is in {place}."
         warnings.warn(
             f"{self.path} was deleted, moved or replaced, or its run.json or .lock, while its run goes on; after step {self._step} it has run.json "
-            f"and all lines of its logs again.{rest}",
+            f"and its logs again.{rest}",
             stacklevel=5,
         )
 
@@ -190,15 +192,18 @@ class RunFolder:
 
     def append_events(self, step: int, events: Sequence[Event]) -> None:
         """Events of this step (errors, dropped completions), one line each."""
-        for event in events:
+        self.restore()
+        for event in () if self._is_taken else events:
             details = manifest.to_json(event.details)
             self.events.append({"step": step, "kind": event.kind, "said": event.said, "details": details})
 
     def append_alert(self, alert: Alert) -> None:
         """Append one alert of the monitor to `alerts.jsonl`."""
+        self.restore()
         line = {"step": alert.step, "rule": alert.rule, "severity": alert.severity, "said": alert.said}
         evidence = manifest.to_json(alert.evidence)
-        self.alerts.append({**line, "evidence": evidence, "try_this": list(alert.try_this)})
+        if not self._is_taken:
+            self.alerts.append({**line, "evidence": evidence, "try_this": list(alert.try_this)})
 
     def write_rollouts(
         self,
@@ -302,6 +307,8 @@ class RunFolder:
 
     def _try(self, what: str, write: Any) -> None:
         """Write a record; a disk that refuses is logged once, until it works again."""
+        if self._is_taken:
+            return
         try:
             write()
         except (OSError, SafetensorError) as error:

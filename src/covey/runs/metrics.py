@@ -64,16 +64,27 @@ class JsonLines:
         self._keep_open(open_plain(self.path) if lines else None)
         return len(lines) - len(remaining)
 
-    def restore(self) -> None:
-        """Write the lines so far again where the file is gone or an earlier copy has replaced it. OSError when the disk refuses."""
+    def restore(self) -> bool:
+        """Write the lines so far again where the file is gone or an earlier copy has replaced it. OSError when the disk refuses.
+
+        False, with a warning, where they can no longer be read.
+        """
         if self._descriptor is None:
-            return
-        with open(self._descriptor, "rb", closefd=False) as file:
-            file.seek(0)
-            lines = file.read()
+            return True
+        try:
+            with open(self._descriptor, "rb", closefd=False) as file:
+                file.seek(0)
+                lines = file.read()
+        except OSError as error:  # a network disk whose file another machine has deleted
+            self._keep_open(None)
+            warnings.warn(
+                f"The lines of {self.path} so far are lost ({error.strerror}); later ones follow.", stacklevel=4
+            )
+            return False
         content = self._content()
         if len(content) < len(lines) and lines.startswith(content):
             write_atomically(self.path, lines)
+        return True
 
     def sync(self) -> None:
         """Bring the file to the disk, so that a checkpoint is never ahead of its metrics after a power failure.
@@ -129,10 +140,11 @@ class JsonLines:
         try:
             return open_plain(self.path, flags)
         except FileNotFoundError:
-            self.restore()
-            warnings.warn(
-                f"{self.path} was deleted or moved in the middle of the run; its lines are written again.", stacklevel=4
-            )
+            if self.restore():
+                warnings.warn(
+                    f"{self.path} was deleted or moved in the middle of the run; its lines are written again.",
+                    stacklevel=4,
+                )
             return open_plain(self.path, flags | os.O_CREAT)
 
     def _keep_open(self, descriptor: int | None) -> None:
