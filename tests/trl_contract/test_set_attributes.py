@@ -6,8 +6,10 @@ import pytest
 import torch
 from contract import ROWS, trainer
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import TrainerCallback
 
+from covey import GRPOTrainer
 from covey.errors import ConfigError, InvariantError
 from kit import tiny_model, tiny_tokenizer
 
@@ -129,6 +131,19 @@ def test_an_attribute_that_nothing_would_read_is_refused_with_what_to_use(name, 
     one = trainer(tmp_path)
     with pytest.raises(ConfigError, match=f"^{name} is set on a GRPOTrainer that is made already, .*{instead}"):
         setattr(one, name, object())
+
+
+def test_a_subclass_may_keep_what_it_handed_to_the_constructor(tmp_path):
+    class Keeps(GRPOTrainer):
+        def __init__(self, *arguments, tools=None, peft_config=None, **named):
+            super().__init__(*arguments, tools=tools, peft_config=peft_config, **named)
+            self.tools, self.peft_config = tools or [], peft_config
+
+    adapter = LoraConfig(r=2, target_modules=["q_proj"])
+    one = trainer(tmp_path, kind=Keeps, peft_config=adapter)
+    assert one.peft_config is adapter
+    with pytest.raises(ConfigError, match=r"peft_config is set on a Keeps that is made already"):
+        one.peft_config = None
 
 
 HEAD = "model.embed_tokens.weight"

@@ -134,9 +134,6 @@ FIXED: Mapping[str, str] = {
 }
 """Attributes that would have no effect on a trainer that is made, with their replacements."""
 
-HANDED_OVER = ("tools", "environment_factory", "rollout_func", "agent", "peft_config", "quantization_config")
-"""Arguments that the constructor alone reads."""
-
 BUILT_FROM = (
     "optimizer", "lr_scheduler", "optimizers", "model", "processing_class", "train_dataset", "args", "algorithm", "scorer",
     "state", "callback_handler",
@@ -151,10 +148,9 @@ MADE_FROM = (
 
 def refuse_idle_attribute(instance: Any, name: str, value: object) -> None:
     """Raise ConfigError if setting this attribute would change nothing, at all or in the run that is under way."""
-    is_made = "_options_made_from" in vars(instance)
-    instead = FIXED.get(
-        name, "pass it to GRPOTrainer(...) when it is made" if is_made and name in HANDED_OVER else None
-    )
+    handed = vars(instance).get("_handed_over", {})  # a subclass may keep the same again
+    is_another = name in handed and (value or None) != (handed[name] or None)
+    instead = FIXED.get(name, "pass it to GRPOTrainer(...) when it is made" if is_another else None)
     if instead is not None:
         raise ConfigError(
             f"{name} is set on a {type(instance).__name__} that is made already, without effect: {instead}."

@@ -111,9 +111,8 @@ class GRPOTrainer(TRLInterface):
         self.hub = Hub(self.args, self.output_dir, self._record)
         self.world.expect_same(comparable_options(self.args))
         self.algorithm = choose_algorithm(self.args, algorithm)
-        self.state = lean.TrainerState(
-            is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main
-        )
+        is_main = self.world.is_main
+        self.state = lean.TrainerState(is_local_process_zero=is_main, is_world_process_zero=is_main)
         self.agents = Agents.of(tools, environment_factory, rollout_func, agent)
         self.tools = [tool.call for tool in self.agents.tools]
         self.ensemble = ensemble_of(ensemble, self.agents, self.args)
@@ -132,11 +131,12 @@ class GRPOTrainer(TRLInterface):
         self.raises_when_stopped = True
         """True: `train` raises after a stop signal, so that a script does not go on as if it had trained; False: sets `stopped_by`."""
         self.stopped_by: str | None = None
-        self.exit_code = 0
-        self.started_at = 0
-        """Number of steps done before the last `train()`; above 0 for a resumed run."""
+        self.exit_code = self.started_at = 0
+        """`started_at`: number of steps done before the last `train()`; above 0 for a resumed run."""
         self.callback_handler, self.trackers = handler_of(callbacks, self.args, self.model, self.processing_class)
         self._options_made_from = dict(vars(self.args))
+        self._handed_over = {"tools": tools, "rollout_func": rollout_func, "agent": agent, "peft_config": peft_config,
+            "environment_factory": environment_factory, "quantization_config": quantization_config}  # fmt: skip
         self.control = self.callback_handler.on_init_end(self.args, self.state, lean.TrainerControl())
 
     # -- public methods ---------------------------------------------------------------------------------------------
