@@ -170,7 +170,7 @@ from covey.kernels import triton_attention, triton_layer, triton_sampling
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 FLOATS = {"scale", "softcap", "epsilon", "temperature", "penalty", "top_p", "log_min_p"}
-KINDS = {"fp32": "cosines sines query_norm key_norm outs lses weight thresholds tops totals moments logprobs entropies",
+KINDS = {"fp32": "cosines sines query_norm key_norm outs lses weight thresholds tops totals logprobs",
          "i64": "members positions tokens next_token position written limit output_row", "fp64": "uniforms",
          "i32": "counts first owned", "u8": "seen live stopped is_eos",
          None: "query key value keys values bias result x update out gate up logits sinks"}
@@ -211,9 +211,9 @@ for dtype in sys.argv[2:]:
     compiled(triton_layer._add_norm, target, dtype, norm, 8)
     compiled(triton_layer._rotate, target, dtype, {"PAIRS": wide, "BY_PAIR": wide, "BLOCK": 256}, 1)
     compiled(triton_layer._gated, target, dtype, {"BLOCK": 1024})
-    scan = {"HAS_SEEN": True, "HAS_THRESHOLD": True, "WITH_ENTROPY": True, "BLOCK_V": 4096}
+    scan = {"HAS_SEEN": True, "HAS_THRESHOLD": True, "BLOCK_V": 4096}
     compiled(triton_sampling._scan, target, dtype, scan)
-    compiled(triton_sampling._pick, target, dtype, scan | {"HAS_STATE": True, "ENDS": True, "IS_GREEDY": False, "BLOCK_B": 64})
+    compiled(triton_sampling._pick, target, dtype, scan | {"ENDS": True, "IS_GREEDY": False, "BLOCK_B": 64})
     search = {"HAS_SEEN": True, "HAS_K": True, "HAS_P": True, "N": 8, "PASSES": 12, "BLOCK_V": 1024}
     compiled(triton_sampling._threshold, target, dtype, search, 8)
 """
