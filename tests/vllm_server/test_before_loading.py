@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
 from datasets import Dataset
 from fake_server import FakeServer
+from transformers import AutoConfig
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, DataError, ModelError, ServerError
 from covey.models import load_tokenizer
+from covey.rollout.vllm.client import Address, Client
+from covey.rollout.vllm.server import Server, refuse_other_model
 from kit import tiny_model, tiny_tokenizer
 
 
@@ -103,11 +107,35 @@ def test_what_does_not_fit_is_told_before_weights_are_loaded(folder, fake, fault
         trainer(folder, fake.port, **options)
 
 
-def test_a_server_of_another_model_is_told_before_weights_are_loaded(folder, fake, tmp_path):
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"hidden_size": 64}, "hidden_size 64, this run's model 32"),
+        ({"rope_theta": 1e6}, r"rope_theta 1000000.0, this run's model 10000"),
+        ({"rms_norm_eps": 1e-5}, r"rms_norm_eps 1e-05, this run's model 1e-06"),
+    ],
+)
+def test_a_server_of_another_model_is_told_before_weights_are_loaded(folder, fake, tmp_path, changed, said):
+    """One whose tensors have the same shapes too. `rope_theta` stands where older files have it."""
+    (tmp_path / "other").mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    if "rope_theta" in changed:
+        del config["rope_parameters"]
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, **changed}))
     fake.folder = str(tmp_path / "other")
-    tiny_model("qwen2", hidden_size=64).config.save_pretrained(fake.folder)
-    with pytest.raises(ConfigError, match="serves another model: .* has hidden_size 64, this run's model 32"):
+    with pytest.raises(ConfigError, match=f"serves another model: .* has {said}"):
         trainer(folder, fake.port)
+
+
+def test_a_server_of_an_older_file_of_the_runs_model_is_taken(fake, tmp_path):
+    """Files of Qwen2.5-VL on the hub have the shape of the text beside the rest, where transformers 5 has it inside `text_config`."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 4}
+    stored = {"model_type": "qwen2_5_vl", "vocab_size": 64, "rope_theta": 1e6, **shape, "eos_token_id": 2}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    config, fake.folder = AutoConfig.from_pretrained(tmp_path), str(tmp_path)
+    assert "hidden_size" not in config.to_dict()
+    server = Server.connect(Client(Address.of(None, "127.0.0.1", fake.port)), 30.0)
+    refuse_other_model(server, config, fake.tokenizer)
 
 
 def test_a_server_that_still_starts_is_waited_for_and_named(folder, fake, caplog):

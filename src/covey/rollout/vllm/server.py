@@ -237,17 +237,22 @@ def refuse_other_model(server: Server, config: Any, tokenizer: Any) -> None:
                 f"The server at {where} has another vocabulary: it serves {facts.folder}, whose tokenizer reads {text!r} as "
                 f"{theirs} where this run's reads {ours}; start it with the model of the run."
             )
-    mine = config.to_dict()
     stored = Path(facts.folder) / "config.json"
-    theirs = read_json(stored, ConfigError) if stored.is_file() else {}
+    read = read_json(stored, ConfigError) if stored.is_file() else {}
+    mine, theirs = (_flat(each) if isinstance(each, dict) else {} for each in (config.to_dict(), read))
     shape = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
-    for name in shape:
-        if isinstance(theirs, dict) and theirs.get(name, mine.get(name)) != mine.get(name):
+    for name in (*shape, "rms_norm_eps", "rope_theta"):  # older files have some that newer ones have in `text_config`
+        if name in mine and theirs.get(name, mine[name]) != mine[name]:
             raise ConfigError(
                 f"The server at {where} serves another model: {facts.folder} has {name} {theirs[name]}, this run's model "
-                f"{mine.get(name)}; start it with the model of the run."
+                f"{mine[name]}; start it with the model of the run."
             )
     refuse_smaller_vocabulary(server, config)
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with the entries of `rope_parameters` at its top level, where older files have them."""
+    return {**(config.get("rope_parameters") or {}), **config}
 
 
 def refuse_smaller_vocabulary(server: Server, config: Any) -> None:
