@@ -92,7 +92,7 @@ class ServerSampler:
             refuse_other_model(server, unwrapped(model).config, tokenizer)
             warn_of_server(server)
         self.server, self.client, facts = server, server.client, server.facts
-        self.dtype = "float32" if facts.dtype == "float32" else None
+        self.dtype = "float32" if facts.is_float32 else None
         """Type that it computes in, where its log-probabilities are to equal a plain forward's."""
         limits = (context_limit(unwrapped(model)), facts.max_model_length)
         self.context = min((limit for limit in limits if limit is not None), default=None)

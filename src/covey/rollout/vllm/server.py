@@ -53,6 +53,15 @@ class ServerInfo:
     has_digest: bool
     quantization: str | None = None
     """vLLM's name of the method by which its weights are quantized; None: they are not."""
+    cache_dtype: str = "auto"
+    """Type of its KV cache, such as fp8; `auto`: `dtype`."""
+    drafts_by: str | None = None
+    """Method by which it drafts tokens that its model then accepts or rejects (speculative decoding); None: it does not."""
+
+    @property
+    def is_float32(self) -> bool:
+        """True if weights, cache and computation are in float32, so that log-probabilities are to equal a plain forward's."""
+        return self.dtype == "float32" and self.quantization is None and self.cache_dtype in ("auto", "float32")
 
 
 @dataclass(eq=False)
@@ -214,6 +223,8 @@ def _read_info(client: Client) -> ServerInfo:
             max_lora_rank=int(lora.get("max_lora_rank") or 0) if client.has("/v1/load_lora_adapter") else 0,
             max_loras=int(lora.get("max_loras") or 0),
             quantization=model.get("quantization"),
+            cache_dtype=str((config.get("cache_config") or {}).get("cache_dtype", "auto")),
+            drafts_by=(config.get("speculative_config") or {}).get("method"),
             has_digest="covey" in str(parallel.get("worker_extension_cls") or "") and client.has("/collective_rpc"),
         )
     except (TypeError, LookupError, ValueError, AttributeError) as error:
@@ -272,8 +283,15 @@ def refuse_smaller_vocabulary(server: Server, config: Any) -> None:
 
 
 def refuse_raw_logprobs(server: Server, params: SamplingParams) -> None:
-    """Raise ConfigError if the server's log-probabilities are not those of the sampled distribution: raw ones, or of a raised temperature."""
+    """Raise ConfigError if the server's log-probabilities are not those of the sampled distribution: raw ones, of a raised temperature, or
+    of drafted tokens on a CPU, where vLLM 0.32 gives -inf.
+    """
     refuse_cold(params)
+    if server.facts.drafts_by is not None and server.facts.device == "cpu" and not params.is_greedy:
+        raise ConfigError(
+            f"The server at {server.client.address} drafts tokens ({server.facts.drafts_by}), and vLLM on a CPU then gives wrong "
+            "log-probabilities of what is drawn; start it without --speculative-config."
+        )
     is_plain = params.temperature in (0.0, 1.0) and not params.truncates and params.repetition_penalty == 1.0
     if server.facts.logprobs_mode != "processed_logprobs" and not is_plain:
         raise ConfigError(
@@ -308,6 +326,13 @@ def warn_of_server(server: Server) -> None:
             "are off by about vllm/probe_difference nats, and digests are not compared. Start it without --quantization, unless you mean this.",
             server.client.address,
             server.facts.quantization,
+        )
+    elif server.facts.cache_dtype not in ("auto", server.facts.dtype):
+        logger.warning(
+            "The vLLM server at %s keeps keys and values in %s: completions are drawn from other probabilities than the learner's, by about "
+            "vllm/probe_difference nats. Start it without --kv-cache-dtype, unless you mean this.",
+            server.client.address,
+            server.facts.cache_dtype,
         )
 
 

@@ -232,8 +232,7 @@ class Sync:
         if self.attestation.is_repeatable is None:
             self.attestation.learn_repeatability(after, self.answer())
         self.attestation.is_exact_trainer = probe.is_float32
-        is_float32 = dtype_of(self.server) == torch.float32 and self.server.facts.quantization is None
-        self.attestation.is_float32 = probe.is_float32 and is_float32
+        self.attestation.is_float32 = probe.is_float32 and self.server.facts.is_float32
         replicas = self.server.facts.data_parallel
         others = [self.answer(rank) for rank in range(replicas)] if replicas > 1 else []
         seen: list[AttestationResult] = []
