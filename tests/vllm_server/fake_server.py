@@ -80,7 +80,7 @@ class FakeServer:
         """Token ids of the prompts that it has continued."""
         self.logprobs_mode, self.max_model_length = "processed_logprobs", 256
         self.device, self.dtype, self.quantization = "cpu", "float32", None
-        self.cache_dtype, self.speculative = "auto", None
+        self.cache_dtype, self.speculative, self.computes_in_pieces = "auto", None, False
         self.folder = "/nowhere/policy"
         """Path of the model that it says it serves."""
         self._lock = threading.Lock()
@@ -189,6 +189,7 @@ class FakeServer:
                 "worker_extension_cls": "covey_worker.CoveyWorker" if self.has_digest else "",
             },
             "device_config": {"device": self.device},
+            "scheduler_config": {"enable_chunked_prefill": self.computes_in_pieces},
             "cache_config": {"cache_dtype": self.cache_dtype},
             "speculative_config": self.speculative,
             "lora_config": {"max_lora_rank": self.lora_rank, "max_loras": 2} if self.lora_rank else None,

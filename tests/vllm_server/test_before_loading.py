@@ -93,7 +93,7 @@ def no_folder(fake):
         (other_vocabulary, {}, ConfigError, "has another vocabulary"),
         (fewer_tokens, {}, ConfigError, r"does not know token \d+ of this run's vocabulary"),
         (raw_log_probabilities, {"temperature": 0.5}, ConfigError, "--logprobs-mode processed_logprobs"),
-        (drafted_tokens, {}, ConfigError, r"drafts tokens \(ngram\), and vLLM on a CPU then gives wrong log-prob"),
+        (drafted_tokens, {}, ConfigError, r"drafts tokens \(ngram\), and vLLM on a CPU then gives no log-prob"),
         (no_folder, {}, ConfigError, "lacks /collective_rpc"),
         (
             quantized_checkpoint,

@@ -65,6 +65,19 @@ def test_groups_come_back_whole_with_their_log_probabilities_and_version(fake, m
     assert fake.version.endswith(":7")
 
 
+@pytest.mark.parametrize("in_pieces", [True, False])
+def test_a_server_on_a_cpu_that_computes_prompts_in_pieces_gets_no_seeds(fake, model, tmp_path, in_pieces):
+    """vLLM 0.32 ends there at a prompt with a seed that it splits."""
+    fake.computes_in_pieces = in_pieces
+    sampler, bodies = sampler_of(fake, model, tmp_path, attest="off"), list[dict]()
+    fake.faults["/v1/completions"] = bodies.append
+    sampler.load(model, version=1)
+    drawn(sampler)
+    seeds = [body.get("seed") for body in bodies if body.get("return_token_ids")]
+    assert len(seeds) == len(PROMPTS)
+    assert [seed is None for seed in seeds] == [in_pieces, in_pieces]
+
+
 def test_a_server_writes_no_placeholder_of_an_image_that_is_not_there(tmp_path):
     """As the native engine, on prompts of text: the learner gives these tokens no probability."""
     model, processor = tiny_vlm("qwen2_5_vl")

@@ -94,6 +94,8 @@ class VLLMSampler:
             extra["model_impl"] = model_impl
         if max_rows is not None:
             extra["max_num_seqs"] = max_rows
+        if not next(model.parameters()).is_cuda:
+            extra["enable_chunked_prefill"] = False  # a prompt with a seed, computed in pieces, ends vLLM 0.32 on a CPU
         dtype = _dtype_of(model) if dtype == "auto" else dtype  # vLLM's own would be the file's, or 16 bits for float32
         self.engine = _engine(model, processor or tokenizer, dtype, gpu_memory_utilization, self.context, extra)
         self.dtype = "float32" if self.engine.llm_engine.model_config.dtype == torch.float32 else None

@@ -289,7 +289,7 @@ class ServerSampler:
             "include_stop_str_in_output": True,
             "stop_token_ids": list(self.eos_ids),
             "ignore_eos": True,
-            "seed": seed,
+            "seed": seed if self.server.facts.takes_seeds else None,
             "logprobs": 0,
             "return_token_ids": True,
             "skip_special_tokens": False,  # a stop string may be one

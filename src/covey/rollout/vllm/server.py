@@ -57,6 +57,8 @@ class ServerInfo:
     """Type of its KV cache, such as fp8; `auto`: `dtype`."""
     drafts_by: str | None = None
     """Method by which it drafts tokens that its model then accepts or rejects (speculative decoding); None: it does not."""
+    takes_seeds: bool = True
+    """False on a CPU that computes prompts in pieces: vLLM 0.32 would end at one with a seed."""
 
     @property
     def is_float32(self) -> bool:
@@ -225,6 +227,8 @@ def _read_info(client: Client) -> ServerInfo:
             quantization=model.get("quantization"),
             cache_dtype=str((config.get("cache_config") or {}).get("cache_dtype", "auto")),
             drafts_by=(config.get("speculative_config") or {}).get("method"),
+            takes_seeds=(config.get("device_config") or {}).get("device") != "cpu"
+            or not (config.get("scheduler_config") or {}).get("enable_chunked_prefill", True),
             has_digest="covey" in str(parallel.get("worker_extension_cls") or "") and client.has("/collective_rpc"),
         )
     except (TypeError, LookupError, ValueError, AttributeError) as error:
@@ -284,12 +288,12 @@ def refuse_smaller_vocabulary(server: Server, config: Any) -> None:
 
 def refuse_raw_logprobs(server: Server, params: SamplingParams) -> None:
     """Raise ConfigError if the server's log-probabilities are not those of the sampled distribution: raw ones, of a raised temperature, or
-    of drafted tokens on a CPU, where vLLM 0.32 gives -inf.
+    of drafted tokens on a CPU, where vLLM 0.32 answers HTTP 400.
     """
     refuse_cold(params)
     if server.facts.drafts_by is not None and server.facts.device == "cpu" and not params.is_greedy:
         raise ConfigError(
-            f"The server at {server.client.address} drafts tokens ({server.facts.drafts_by}), and vLLM on a CPU then gives wrong "
+            f"The server at {server.client.address} drafts tokens ({server.facts.drafts_by}), and vLLM on a CPU then gives no "
             "log-probabilities of what is drawn; start it without --speculative-config."
         )
     is_plain = params.temperature in (0.0, 1.0) and not params.truncates and params.repetition_penalty == 1.0

@@ -58,6 +58,10 @@ def serve_command(
     command = [interpreter, *entry, source, "--host", host, "--port", str(port), "--generation-config", "vllm"]
     command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "covey_worker.CoveyWorker"]
     command += ["--middleware", "covey_media.Media", *plain]
+    if device != "cuda":
+        command.append(
+            "--no-enable-chunked-prefill"
+        )  # a prompt with a seed, computed in pieces, ends vLLM 0.32 on a CPU
     if lora_rank is not None:
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--max-loras", "2"]
     paths = [str(Path(str(module.__file__)).parent) for module in (worker, link)] + [
