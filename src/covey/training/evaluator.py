@@ -165,14 +165,13 @@ def restore_average(parts: Parts, saved: Mapping[str, Any]) -> None:
     parts.average.restart()
 
 
-def end_with_average(parts: Parts, args: Any, state: Any, *, is_whole: bool) -> None:
-    """Load the averaged weights at the end of a run (of the best evaluation with `load_best_model_at_end`), unless it was stopped.
+def end_with_average(parts: Parts, args: Any, state: Any, best: Path | None, *, is_whole: bool) -> None:
+    """Load the averaged weights at the end of a run (those of `best`, the checkpoint that it ends with, if any), unless it was stopped.
 
     The sampler gets the weights with which the run ends, which are not those of its last step.
     """
     if parts.average is not None and is_whole:
-        best = best_checkpoint(state, parts.world)
-        if args.load_best_model_at_end and best is not None:
+        if best is not None:
             saved = checkpoint.load_state(best)["average"]
             model = parts.learner.policy.model
             options = {"is_split": are_split(model), "on_host": are_on_host(model)}

@@ -230,18 +230,17 @@ def _expect_shapes(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def load_best(model: torch.nn.Module, args: Any, state: TrainerState, world: World) -> None:
-    """With `load_best_model_at_end`, load the weights of the best evaluation's checkpoint. Every process must call it.
+def load_best(model: torch.nn.Module, args: Any, state: TrainerState, world: World) -> Path | None:
+    """With `load_best_model_at_end`, load the weights of the best evaluation's checkpoint, and return it. Every process must call it.
 
     Raises SpoiledError if the final weights are not finite.
     """
-    _load_best(model, args, state, world)
+    best = _load_best(model, state, world) if args.load_best_model_at_end else None
     expect_finite_end(model, world)
+    return best
 
 
-def _load_best(model: torch.nn.Module, args: Any, state: TrainerState, world: World) -> None:
-    if not args.load_best_model_at_end:
-        return
+def _load_best(model: torch.nn.Module, state: TrainerState, world: World) -> Path | None:
     best = best_checkpoint(state, world)
     if best is not None:
         load_weights(model, best)
@@ -254,6 +253,7 @@ def _load_best(model: torch.nn.Module, args: Any, state: TrainerState, world: Wo
             at,
             ends,
         )
+    return best
 
 
 def expect_finite_end(model: torch.nn.Module, world: World | None = None) -> None:

@@ -164,8 +164,8 @@ class GRPOTrainer(TRLInterface):
             summary = parts.session.end(state)
             if parts.session.is_stop_requested:
                 stop.adopt(self.world.gather([stop.name]))
-        load_best(self.model, self.args, self.state, self.world)
-        end_with_average(parts, self.args, self.state, is_whole=stop.name is None)
+        best = load_best(self.model, self.args, self.state, self.world)
+        end_with_average(parts, self.args, self.state, best, is_whole=stop.name is None)
         self.stopped_by, self.exit_code = stop.name, stop.exit_code
         if stop.name is not None and self.world.is_main:
             saves, tells = self.args.save_strategy != "no", self.raises_when_stopped
