@@ -46,7 +46,7 @@ VERBS = {
 }
 """Each is `covey.cli.<name>` with a `verb` in it."""
 _PATIENCE_SECONDS, _LONGEST_EXIT_SECONDS = 60.0, 1800.0
-"""Seconds after which an exit that is held up is told, and ended; the second leaves time to upload a model."""
+"""Seconds after which an exit that is held up is reported, and ended; the second leaves time to upload a model."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The folder that a run is given, before it begins: refused, made, or cleared of an earlier run."""
+"""`output_dir` before a run begins: refused, made, or cleared of an earlier run."""
 
 import os
 import re

@@ -179,7 +179,7 @@ def _expect_address(url: str, called: str) -> None:
 def expect_server(url: str, called: str, attempts: int = 3) -> None:
     """Raise ServerError where nothing listens at the address, ConfigError where its API is at `/v1` behind it.
 
-    The server is asked for its models. Any other answer, or a slow one, is left to the first question.
+    It lists the server's models. Any other answer, or a slow one, is left to the first question.
     """
     _expect_address(url, called)
     base = url.rstrip("/")
