@@ -1,5 +1,7 @@
 """Columns of the table of runs: computed from what a run folder says, None where it does not."""
 
+import json
+import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -7,6 +9,9 @@ import numpy as np
 import pytest
 
 from covey.monitor.view.about_run import FIELDS, about, changed_options, elapsed
+from covey.monitor.view.curves import curve_of
+from covey.monitor.view.reading import RunView
+from covey.runs import RunFolder
 
 
 def columns(**values):
@@ -94,3 +99,23 @@ def test_the_time_in_which_a_run_waited_to_be_resumed_is_none_of_its_own():
         {"attempts": attempts}, Path("none"), [], lambda name: (np.arange(4), times if name == "time" else np.zeros(4))
     )
     assert told["seconds"] == 165
+
+
+def test_a_clock_that_is_set_forward_or_back_in_the_middle_adds_no_hours(tmp_path, monkeypatch):
+    clock, changes = time.time, {2: 7200.0, 3: 7200.0, 5: -3600.0}
+    monkeypatch.setattr(time, "time", lambda: clock() + changes.get(step, 0.0))
+    step = 0
+    with RunFolder.create(tmp_path / "run") as run:
+        run.describe(args={})
+        for step in range(1, 7):
+            run.append_metrics(step, {"reward": 0.5})
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    offsets = [line.get("clock_offset") for line in lines]
+    assert [None if offset is None else round(offset) for offset in offsets] == [None, 7200, 7200, None, -3600, None]
+    assert lines[2]["time"] - lines[0]["time"] > 7199, "the time is the clock's all the same"
+    view = RunView("run", tmp_path / "run")
+    view.series.refresh()
+    assert 0 <= about({}, tmp_path, [], view.series.column)["seconds"] < 3600
+    hours = curve_of(view, "reward", 100, 1, None, None, "time")["x"]
+    assert hours == sorted(hours)
+    assert hours[-1] < 1

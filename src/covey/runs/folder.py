@@ -56,6 +56,7 @@ class RunFolder:
         self.evaluations = JsonLines(path / evaluations.LOG)
         self._lock = lock
         self._step = 0 if resumed_from is None else int(checksums.read(resumed_from)["step"])
+        self._clock = time.time() - time.monotonic()
         self._refused: set[str] = set()
         self._is_closed = False
         self._is_taken = False
@@ -184,10 +185,12 @@ class RunFolder:
         )
 
     def append_metrics(self, step: int, logs: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> None:
-        """One line of `metrics.jsonl`: the step, the time, the metrics, and `seconds/<phase>`."""
+        """One line of `metrics.jsonl`: the step, the time, the metrics, `seconds/<phase>`, and `clock_offset` once the clock was set."""
         self.restore()
         phases = {f"seconds/{name}": round(value, 6) for name, value in (seconds or {}).items()}
-        self.metrics.append({"step": step, "time": round(time.time(), 3), **logs, **phases})
+        offset = round(time.time() - time.monotonic() - self._clock, 3)
+        clock = {"clock_offset": offset} if abs(offset) > 1 else {}
+        self.metrics.append({"step": step, "time": round(time.time(), 3), **logs, **phases, **clock})
         self._step = max(self._step, step)
 
     def append_events(self, step: int, events: Sequence[Event]) -> None:

@@ -29,7 +29,7 @@ def about(run_json: Mapping[str, Any], path: Path, names: Iterable[str], column:
     """Values of FIELDS; None where a run does not say."""
     config = run_json.get("config")
     most = config.get("max_steps") if isinstance(config, Mapping) else None
-    times = _finite(column("time")[1])
+    _, times = times_of(column)
     rewards = _finite(column("reward")[1])
     steps, held_out = column("eval_reward")
     is_finite = np.isfinite(held_out)
@@ -44,6 +44,17 @@ def about(run_json: Mapping[str, Any], path: Path, names: Iterable[str], column:
         "reward_to": float(rewards[-_ENDS:].mean()) if len(rewards) else None,
         "doubles": _doubles(names, column),
     }
+
+
+def times_of(column: Column) -> tuple[np.ndarray, np.ndarray]:
+    """Steps [n] and their times [n] by the clock as it was before anyone set it, or the machine slept, in the middle of an attempt."""
+    steps, times = column("time")
+    steps, times = steps[np.isfinite(times)], _finite(times)
+    changed, offsets = column("clock_offset")
+    if len(changed):
+        at = np.searchsorted(changed, steps).clip(max=len(changed) - 1)
+        times = times - np.where((changed[at] == steps) & np.isfinite(offsets[at]), offsets[at], 0.0)
+    return steps, times
 
 
 def elapsed(times: np.ndarray, run_json: Mapping[str, Any]) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from covey.monitor.view.about_run import elapsed
+from covey.monitor.view.about_run import elapsed, times_of
 
 if TYPE_CHECKING:
     from covey.monitor.view.reading import RunView
@@ -82,7 +82,7 @@ def _places(run: RunView, steps: Sequence[float], axis: str) -> Sequence[float]:
     """Positions of steps [k] on the axis, interpolated between known steps."""
     if axis == "step" or not len(steps):
         return steps
-    theirs, values = run.series.column("time" if axis == "time" else "num_tokens")
+    theirs, values = times_of(run.series.column) if axis == "time" else run.series.column("num_tokens")
     finite = np.isfinite(values)
     theirs, values = theirs[finite], values[finite]
     if not len(theirs):
