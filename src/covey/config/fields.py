@@ -236,6 +236,9 @@ class Options:
         group="rewards")
     reward_error_limit: int = option(20, "Failures of rewards in a row before the run stops with a checkpoint.",
         group="rewards", at_least=1)
+    server_timeout: float = option(240.0,
+        "Seconds to wait, before the run, for the server of a judge, teacher or ensemble member that starts; 0: it has to be up.",
+        group="rewards", at_least=0)
     reward_workers: int = option(0,
         "Worker processes for each of your own reward functions, killed past the time limit; 0: call it in this process.",
         group="rewards", at_least=0)

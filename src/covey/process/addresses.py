@@ -1,9 +1,14 @@
-"""Addresses of servers: which of them this machine alone can reach, a socket that listens there, and its URL for clients."""
+"""Addresses of servers: which of them this machine alone can reach, a socket that listens there, its URL, and waiting for one that starts."""
 
 import ipaddress
+import logging
 import socket
+import time
+from collections.abc import Callable, Iterator
 
 from covey.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def is_loopback(host: str) -> bool:
@@ -41,3 +46,23 @@ def url_of(host: str, listener: socket.socket) -> str:
     """`http://NAME:PORT` of a listening server."""
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{name}:{listener.getsockname()[1]}"
+
+
+def attempts_within(
+    seconds: float, server: str, address: object, check_stop: Callable[[], None] = lambda: None
+) -> Iterator[float]:
+    """Attempts to reach a server that starts, half a second apart: the seconds left at each. The first is made whatever the limit.
+
+    A warning names the server, its address and the limit after the first. `check_stop` is called before each.
+    """
+    until = time.monotonic() + seconds
+    left = seconds
+    while True:
+        check_stop()
+        yield left
+        if time.monotonic() >= until:
+            return
+        if left == seconds:
+            logger.warning("No %s answers at %s yet; waiting up to %g seconds.", server, address, seconds)
+        time.sleep(max(0.0, min(0.5, until - time.monotonic())))
+        left = until - time.monotonic()

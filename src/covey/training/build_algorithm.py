@@ -172,8 +172,8 @@ def check_teacher(role: Any, dataset: Any, *, has_agent: bool = False) -> None:
         )
 
 
-def expect_servers(rewards: Any, role: Any, ensemble: Any) -> None:
-    """Raise CoveyError where nothing answers at the address of a judge, a teacher or a member of the ensemble.
+def expect_servers(rewards: Any, role: Any, ensemble: Any, seconds: float) -> None:
+    """Wait up to `seconds` for each server of a judge, a teacher or a member of the ensemble. Raises CoveyError for one that is not there.
 
     A teacher with `when_lost="skip"` may come later.
     """
@@ -184,7 +184,7 @@ def expect_servers(rewards: Any, role: Any, ensemble: Any) -> None:
     named = [] if ensemble is None else zip(ensemble.names, ensemble.members, strict=True)
     members = {member.model: f"ensemble member {name}" for name, member in named if member.is_endpoint}
     for url, called in {**judges, **teachers, **members}.items():
-        expect_server(url, called)
+        expect_server(url, called, seconds)
 
 
 def languages_of(args: Any, algorithm: Any) -> tuple[str, ...]:

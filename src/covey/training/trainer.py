@@ -208,9 +208,9 @@ class GRPOTrainer(TRLInterface):
         self.eval_dataset = checked_eval(eval_dataset, self.args)
         check_columns(self.args, self.train_dataset, self.agents, self.scorer, self.algorithm)
         check_teacher(self.algorithm.role, self.train_dataset, has_agent=self.agents.agent is not None)
-        expect_servers(self.scorer.rewards, self.algorithm.role, self.ensemble)
         if self.world.size > 1:
             self.world.expect_same(comparable_inputs(self.train_dataset, model, self.algorithm, self.scorer.rewards))
+        expect_servers(self.scorer.rewards, self.algorithm.role, self.ensemble, self.args.server_timeout)
 
     def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
         refuse_absent_trackers(self.args.report_to)

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from covey.errors import ConfigError, RewardError, ServerError
+from covey.process.addresses import attempts_within
 from covey.rewards.builtin.text import clean
 from covey.rewards.calling.deadline import Lanes
 
@@ -35,7 +36,9 @@ _PASSING = frozenset({408, 409, 425, 429})
 """Refusals that may pass; so may every 5xx."""
 _LONGEST_WAIT = 30.0
 _PATIENCE_SECONDS = 10.0
-"""Longest wait for a server that is looked for before the run starts."""
+"""Longest wait for one answer of a server that is looked for before the run starts."""
+_STARTING = (502, 503, 504)
+"""Answers of a server that is not ready, or of a proxy before one that does not listen yet."""
 
 
 class ReplyError(ValueError):
@@ -176,38 +179,42 @@ def _expect_address(url: str, called: str) -> None:
     raise ConfigError(f"{called}(url={url!r}): give an address such as http://localhost:8000/v1.")
 
 
-def expect_server(url: str, called: str, attempts: int = 3) -> None:
-    """Raise ServerError where nothing listens at the address, ConfigError where its API is at `/v1` behind it.
+def expect_server(url: str, called: str, seconds: float) -> None:
+    """Wait up to `seconds` for a server that starts: one that refuses the connection, or answers HTTP 502 to 504.
 
-    It lists the server's models. Any other answer, or a slow one, is left to the first question.
+    It lists the server's models. Raises ServerError where it is not up in time, or at once where its name or its certificate is wrong, and
+    ConfigError where its API is at another path. Any other answer, or a slow one, is left to the first question.
     """
     _expect_address(url, called)
-    base = url.rstrip("/")
-    for attempt in range(attempts):
-        status, problem = _status_of(f"{base}/models")
-        if problem is None:
+    base, parts = url.rstrip("/"), urlsplit(url)
+    for left in attempts_within(seconds, called, url):
+        status, problem = _status_of(f"{base}/models", max(1.0, min(_PATIENCE_SECONDS, left)))
+        problem = f"HTTP {status}" if status in _STARTING else problem
+        is_starting = status in _STARTING or isinstance(problem, ConnectionError)
+        if not is_starting:
             break
-        time.sleep(0.0 if attempt == attempts - 1 else 0.5 * 2.0**attempt)
-    else:
+    if problem is not None:
+        waited = f" within {seconds:g} seconds" if is_starting and seconds else ""
         raise ServerError(
-            f"The {called} at {url} cannot be reached ({problem}): start its server, or mend the address."
+            f"The {called} at {url} cannot be reached{waited} ({problem}): start its server, or mend the address."
         )
-    if status == 404 and _status_of(f"{base}/v1/models")[0] == 200:
-        raise ConfigError(f"The {called} at {url} has its API one level down: write {base}/v1.")
+    for other in (f"{base}/v1", f"{parts.scheme}://{parts.netloc}/v1") if status == 404 else ():
+        if _status_of(f"{other}/models", _PATIENCE_SECONDS)[0] == 200:
+            raise ConfigError(f"The {called} at {url} has its API at another path: write {other}.")
 
 
-def _status_of(url: str) -> tuple[int | None, object]:
+def _status_of(url: str, seconds: float) -> tuple[int | None, object]:
     """HTTP status of an address, None where it gave none in time, and the reason why it cannot be reached."""
     try:
-        with _opener(url).open(url, timeout=_PATIENCE_SECONDS) as answer:
+        with _opener(url).open(url, timeout=seconds) as answer:
             return answer.status, None
     except urllib.error.HTTPError as error:
         error.close()
         return error.code, None
     except urllib.error.URLError as error:
         return None, error.reason
-    except (http.client.HTTPException, OSError):
-        return None, None
+    except (http.client.HTTPException, OSError) as error:
+        return None, error if isinstance(error, ConnectionError) else None
 
 
 def _opener(url: str) -> urllib.request.OpenerDirector:

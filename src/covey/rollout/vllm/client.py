@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import logging
 import os
 import socket
 import threading
@@ -21,9 +20,8 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from covey.errors import ConfigError, ServerError
+from covey.process.addresses import attempts_within
 from covey.rollout.vllm.worker.covey_media import KEY
-
-logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 2**31
 """Size limit of an answer in bytes; completions of thousands of tokens take some megabytes."""
@@ -248,31 +246,23 @@ class Client:
 
     def wait_until_up(self, seconds: float, check_stop: Callable[[], None] = lambda: None) -> None:
         """Wait until `/health` answers, and say so. Raises ServerError when it does not within `seconds`."""
-        until = time.monotonic() + seconds
-        has_logged = False
-        while True:
-            check_stop()
-            left = until - time.monotonic()
+        for left in attempts_within(seconds, "vLLM server", self.address, check_stop):
             try:
                 self.call("GET", "/health", seconds=max(0.05, min(self.deadlines.connect, left)))
                 return
             except (NoAnswerError, RefusedError) as error:
-                if isinstance(error, RefusedError) and error.status == HTTPStatus.UNAUTHORIZED:
-                    raise
-                if isinstance(error, RefusedError) and error.status == HTTPStatus.NOT_FOUND:
-                    raise ServerError(
-                        f"{self.address} answers, but has no /health, so that no vLLM server listens there; give the address of one "
-                        "(vllm_server_base_url, or host and port), or start one: covey serve-vllm MODEL."
-                    ) from error
-                if time.monotonic() >= until:
-                    raise ServerError(
-                        f"No vLLM server answers at {self.address} within {seconds:g} seconds ({error}) Start one "
-                        "(covey serve-vllm MODEL), or give its vllm_server_base_url and a longer vllm_server_timeout."
-                    ) from error
-            if not has_logged:
-                logger.warning("No vLLM server answers at %s yet; waiting up to %g seconds.", self.address, seconds)
-                has_logged = True
-            time.sleep(max(0.0, min(0.5, until - time.monotonic())))
+                problem = error
+            if isinstance(problem, RefusedError) and problem.status == HTTPStatus.UNAUTHORIZED:
+                raise problem
+            if isinstance(problem, RefusedError) and problem.status == HTTPStatus.NOT_FOUND:
+                raise ServerError(
+                    f"{self.address} answers, but has no /health, so that no vLLM server listens there; give the address of one "
+                    "(vllm_server_base_url, or host and port), or start one: covey serve-vllm MODEL."
+                ) from problem
+        raise ServerError(
+            f"No vLLM server answers at {self.address} within {seconds:g} seconds ({problem}) Start one "
+            "(covey serve-vllm MODEL), or give its vllm_server_base_url and a longer vllm_server_timeout."
+        ) from problem
 
 
 def _read(connection: http.client.HTTPConnection, response: http.client.HTTPResponse, until: float) -> bytes:
