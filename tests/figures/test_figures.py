@@ -184,3 +184,19 @@ def test_a_run_shows_itself_in_a_notebook(runs: Path) -> None:
     assert "base-0" in shown
     assert [row["step"] for row in run.metrics] == [1, 2, 3]
     assert len(run.rollouts(2)) == 6
+
+
+def test_a_report_of_many_evaluations_reads_the_answers_of_those_that_it_shows(tmp_path, monkeypatch) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    run.describe(args={"seed": 0})
+    run.append_metrics(1, {"reward": 0.5}, {"step": 1.0})
+    rows = evaluations.rows_of([group(f"e{i}", [float(i % 2)], [0.0]) for i in range(8)], ["right", "neat"], [1.0, 1.0])
+    for step in range(1, 151):
+        run.write_evaluation(step, "eval", {"eval_reward": 0.5}, rows)
+    run.close()
+    read, opened = evaluations.read, set()
+    monkeypatch.setattr(evaluations, "read", lambda path: (opened.add(path.name), read(path))[1])
+    page = report_of(run.path)
+    assert "140 evaluations between are left out" in page
+    assert "0.5 (95% 0.2" in page
+    assert len(opened) == 10

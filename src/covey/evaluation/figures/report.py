@@ -1,6 +1,8 @@
 """Report of a run on one page to share: configuration, learning curves, scores, alerts, and sample completions."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,24 @@ _OPTIONS = (
     "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations", "max_steps",
     "num_train_epochs", "max_completion_length", "temperature", "beta", "epsilon", "loss_type", "scale_rewards", "seed", "use_peft", "bf16",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Score:
+    """One evaluation: its mean reward, and the interval of it, for which the file of its answers is read."""
+
+    run: Run
+    set_name: str
+    step: int
+    mean: float
+
+    @cached_property
+    def ends(self) -> tuple[float, float] | None:
+        """95% interval over questions; None where the answers were not kept, or their file is damaged."""
+        try:
+            return interval_at(self.run, self.set_name, self.step)
+        except RunFolderError:  # the mean is known all the same
+            return None
 
 
 def write_report(folder: Path, path: Path) -> Path:
@@ -49,21 +69,21 @@ def report_of(folder: Path) -> str:
     return page_of(f"Report of {run.name}", "\n".join(part for part in parts if part))
 
 
-def _summary(run: Run, scores: Sequence[Mapping[str, Any]], alerts: Sequence[Mapping[str, Any]]) -> str:
+def _summary(run: Run, scores: Sequence[_Score], alerts: Sequence[Mapping[str, Any]]) -> str:
     sentence = f"{str(run.manifest.get('state', 'unknown')).capitalize()} at step {step_of(run)}"
-    finals = {score["set"]: score for score in scores}
+    finals = {score.set_name: score for score in scores}
     for name, score in finals.items():
-        first = next(score for score in scores if score["set"] == name)
-        sentence += f"; held-out reward on {name} {score['mean']:.3g}{_ends(score)}"
-        sentence += f", from {first['mean']:.3g} at step {first['step']}" if first["step"] != score["step"] else ""
+        first = next(score for score in scores if score.set_name == name)
+        sentence += f"; held-out reward on {name} {score.mean:.3g}{_ends(score)}"
+        sentence += f", from {first.mean:.3g} at step {first.step}" if first.step != score.step else ""
     if not finals and (rewards := last_values(run).get("reward")) is not None:
         sentence += f"; training reward {rewards:.3g} (no held-out evaluation)"
     serious = sum(alert.get("severity") != "info" for alert in alerts)
     return f"{sentence}. {serious or 'No'} warning{'s' if serious != 1 else ''}."
 
 
-def _ends(score: Mapping[str, Any]) -> str:
-    return f" (95% {score['ends'][0]:.3g} to {score['ends'][1]:.3g})" if score["ends"] else ""
+def _ends(score: _Score) -> str:
+    return f" (95% {score.ends[0]:.3g} to {score.ends[1]:.3g})" if score.ends else ""
 
 
 def _facts(run: Run) -> list[tuple[object, ...]]:
@@ -115,34 +135,23 @@ def _options(run: Run) -> str:
     return f"<details open><summary>main options</summary>{table(rows)}</details><details><summary>all other options ({len(rest)})</summary>{table(rest)}</details>"
 
 
-def _scores(run: Run) -> list[dict[str, Any]]:
-    """Every evaluation, in order of sets and steps, with its interval over questions where the answers were kept."""
-    scores = []
-    for name, rows in sorted(run.evaluated.items()):
-        for step in sorted(rows):
-            mean = run.mean_at(name, step)
-            if mean == mean:
-                scores.append({"set": name, "step": step, "mean": mean, "ends": _interval(run, name, step)})
-    return scores
+def _scores(run: Run) -> list[_Score]:
+    """Every evaluation, in order of sets and steps."""
+    steps = [(name, step) for name, rows in sorted(run.evaluated.items()) for step in sorted(rows)]
+    scores = [_Score(run=run, set_name=name, step=step, mean=run.mean_at(name, step)) for name, step in steps]
+    return [score for score in scores if score.mean == score.mean]
 
 
-def _interval(run: Run, name: str, step: int) -> tuple[float, float] | None:
-    try:
-        return interval_at(run, name, step)
-    except RunFolderError:  # a damaged file of answers; the mean is known all the same
-        return None
-
-
-def _evaluations(scores: Sequence[Mapping[str, Any]]) -> str:
+def _evaluations(scores: Sequence[_Score]) -> str:
     if not scores:
         return "<h2>Evaluation</h2><p>The run was not evaluated on held-out questions.</p>"
     shown = [scores[0], *scores[1:-1][-8:], scores[-1]] if len(scores) > 10 else scores
     rows: list[tuple[object, ...]] = [
         (
-            score["set"],
-            score["step"],
-            f"{score['mean']:.4g}",
-            f"{score['ends'][0]:.4g} to {score['ends'][1]:.4g}" if score["ends"] else "not known",
+            score.set_name,
+            score.step,
+            f"{score.mean:.4g}",
+            f"{score.ends[0]:.4g} to {score.ends[1]:.4g}" if score.ends else "not known",
         )
         for score in shown
     ]
@@ -218,15 +227,13 @@ def _cut(value: Any) -> str:
     )
 
 
-def _card(run: Run, scores: Sequence[Mapping[str, Any]]) -> str:
+def _card(run: Run, scores: Sequence[_Score]) -> str:
     """The model card that the run wrote, else one made from its manifest."""
     for path in (run.path / "model" / "README.md", run.path / "README.md"):
         if path.is_file() and not path.is_symlink() and path.stat().st_size < _MOST_CARD:
             return f"<h2>Model card</h2><pre>{text(path.read_text(encoding='utf-8', errors='replace'))}</pre>"
     facts = "\n".join(f"* {name}: {value}" for name, value in _facts(run))
-    held = "\n".join(
-        f"| {score['set']} | {score['step']} | {score['mean']:.4g}{_ends(score)} |" for score in scores[-4:]
-    )
+    held = "\n".join(f"| {score.set_name} | {score.step} | {score.mean:.4g}{_ends(score)} |" for score in scores[-4:])
     evaluated = f"\n\n## Evaluation\n\n| set | step | mean reward |\n|---|--:|--:|\n{held}" if held else ""
     card = f"# {run.name}\n\nPost-trained with Covey {version('covey')}.\n\n## Training\n\n{facts}{evaluated}\n"
     return f"<h2>Model card</h2><p>Text for a README.md beside the weights; intended use, limits and licence are yours to add.</p><pre>{text(card)}</pre>"
