@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from covey.cli import main
-from covey.doctor.reward_audit.consistency import compare, repeats_of
+from covey.doctor.reward_audit.consistency import compare, recorded_groups, repeats_of
 from covey.runs import rollouts
 from kit import group, rest_nightly
 
@@ -104,3 +104,14 @@ def test_another_verifier_is_put_beside_it(tmp_path, capsys):
 def test_a_mistake_gets_one_sentence(more, said, tmp_path, capsys):
     assert main(["reward", "audit", str(run_with(tmp_path)), *more]) != 0
     assert said in capsys.readouterr().err
+
+
+def test_of_a_long_run_as_many_files_are_read_as_groups_are_wanted(tmp_path):
+    run = run_with(tmp_path)
+    whole = rollouts.path_of(run / "rollouts", 1)
+    for step in range(2, 101):
+        rollouts.path_of(run / "rollouts", step).write_bytes(whole.read_bytes() if step == 51 else b"not read")
+    found, names = recorded_groups(run, (1, None), 8)  # two groups of four, of the first step and the middle one
+    assert (len(found), names) == (2, ["exact"])
+    every, _ = recorded_groups(run, (1, 1), 512)
+    assert len(every) == 3

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from covey.rewards import Scorer
 from covey.runs import rollouts
 from covey.types import Group
 
+Item = TypeVar("Item")
 _SAME = 1e-6
 _DRAWS = 1000
 
@@ -75,20 +76,24 @@ class Comparison:
 def recorded_groups(run: Path, steps: tuple[int, int | None], sample: int) -> tuple[list[Group], list[str]]:
     """Groups of a run's rollouts with their recorded rewards, at most `sample` completions from all over the steps.
 
-    Raises RunFolderError where there are none.
+    Of more files than that has groups, as many are read. Raises RunFolderError where there are none.
     """
     folder = run / "rollouts"
     selected = [s for s in rollouts.steps(folder) if s >= steps[0] and (steps[1] is None or s <= steps[1])]
     groups, names = list[Group](), list[str]()
-    for rows in rollouts.read_each(folder, selected):
+    sizes = (len(rollouts.by_group(rows)[0]) for rows in rollouts.read_each(folder, selected))
+    count = max(1, sample // next(sizes, 1))
+    for rows in rollouts.read_each(folder, _evenly(selected, count)):
         names = [name.removeprefix("reward/") for name in rows[0] if name.startswith("reward/")]
         groups += groups_of(rows, names)
     if not groups:
         raise RunFolderError(f"{run} has no rollouts of these steps; a run writes them as --rollout-log-steps says.")
-    count = max(1, sample // max(1, groups[0].size))
-    if len(groups) > count:
-        groups = [groups[i * len(groups) // count] for i in range(count)]
-    return groups, names
+    return _evenly(groups, count), names
+
+
+def _evenly(items: list[Item], count: int) -> list[Item]:
+    """`count` of the items at equal distances; all of fewer."""
+    return items if len(items) <= count else [items[i * len(items) // count] for i in range(count)]
 
 
 def scores_of(group: Group) -> np.ndarray:
