@@ -148,3 +148,11 @@ def test_lines_beyond_the_limit_are_not_called_kept(refused: JsonLines, monkeypa
     with pytest.warns(UserWarning, match="the oldest 1 of those that waited are lost"):
         refused.append({"step": 5})
     assert [row["step"] for row in read(refused.path)] == [1, 3, 4, 5]
+
+
+def test_rows_of_a_long_log_share_the_texts_of_their_names(tmp_path):
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    for step in range(3):
+        log.append({"step": step, "reward/some name": 0.5})
+    names = [name for row in read(tmp_path / "metrics.jsonl") for name in row]
+    assert len(set(map(id, names))) == 2

@@ -191,7 +191,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def iterate(path: Path) -> Iterator[dict[str, Any]]:
-    """`read`, a line at a time."""
+    """`read`, a line at a time; lines share the texts of their names, which would take more than the numbers."""
+    names: dict[str, str] = {}
     try:
         descriptor = open_plain(path)
     except FileNotFoundError:
@@ -203,7 +204,7 @@ def iterate(path: Path) -> Iterator[dict[str, Any]]:
     with open(descriptor, "rb") as file:
         while line := file.readline(_LONGEST_LINE):
             if (row := parse(line)) is not None:
-                yield row
+                yield {names.setdefault(name, name): value for name, value in row.items()}
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:
