@@ -11,6 +11,7 @@ import torch
 
 from covey.data import EngineLength, PromptStream, mix
 from covey.data.checks import first_prompts
+from covey.data.order import BlockOrder
 from covey.errors import DataError, ModelError
 from kit import rest_nightly, tiny_tokenizer
 
@@ -87,6 +88,27 @@ def test_a_stream_resumes_exactly_where_its_state_was_taken(source, shuffle, tak
     actual = resumed.take(25)
     assert uids(actual) == uids(expected)
     assert [p.text for p in actual] == [p.text for p in expected]
+
+
+class Shown:
+    """A value that counts how often it is looked at whole."""
+
+    count = 0
+
+    def __repr__(self):
+        Shown.count += 1
+        return "shown"
+
+
+def test_the_state_of_a_stream_reads_a_block_once_however_often_it_is_asked_for():
+    rows = [{"prompt": f"{i} + 1 =", "picture": Shown()} for i in range(12)]
+    order = BlockOrder(rows, seed=7, shuffle=True, block_size=4)
+    states = []
+    for _ in rows:
+        order.next()
+        states += [order.state_dict(), order.state_dict()]
+    assert Shown.count == len(rows)
+    assert len({state["digest"] for state in states}) == 3  # blocks
 
 
 def test_the_first_epoch_has_trls_order():

@@ -112,6 +112,7 @@ class BlockOrder:
         """The source's state before the block; None at the start of an epoch."""
         self._has_before = False
         self._rows: list[Row] = []
+        self._digested: tuple[list[Row], str] | None = None
         self._order = torch.arange(0)
 
     @property
@@ -181,7 +182,11 @@ class BlockOrder:
         self._before, self._has_before = state, True
 
     def _digest(self) -> str:
-        return hashlib.sha256(repr(self._rows).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        """Digest of the block's rows, computed once a block: every rollout asks for the state."""
+        if self._digested is None or self._digested[0] is not self._rows:
+            shown = repr(self._rows).encode("utf-8", "surrogatepass")
+            self._digested = self._rows, hashlib.sha256(shown).hexdigest()[:16]
+        return self._digested[1]
 
     def _skip(self, rows: int) -> None:
         for _ in itertools.islice(self._source or (), rows):
