@@ -19,7 +19,6 @@ from PIL import Image
 
 from covey.data import follow, load
 from covey.data.live.order import HeldOut, LiveOrder
-from covey.data.rendering import say_once
 from covey.data.stream import PromptStream
 from covey.errors import DataError
 from kit import http_server, tiny_tokenizer
@@ -157,11 +156,11 @@ def test_rows_that_come_twice_are_taken_once_also_after_a_resume():
     assert prompts(ids, 2) == ["a", "a"]
 
 
-def test_an_id_of_several_rows_is_named_once(caplog: pytest.LogCaptureFixture):
-    say_once.cache_clear()
+def test_ids_of_several_rows_are_named_once(caplog: pytest.LogCaptureFixture):
     given = [{**row, "id": "math"} for row in rows(*range(4))]
-    order = order_of([given[0], given[0], *given[1:], *rows(9)])
-    assert prompts(order, 2) == ["question 0", "question 9"]
+    more = [{**row, "id": "code"} for row in rows(5, 6)]
+    order = order_of([given[0], given[0], *given[1:], *more, *rows(9)])
+    assert prompts(order, 3) == ["question 0", "question 5", "question 9"]
     (said,) = (record.message for record in caplog.records)
     assert "has rows with the id of an earlier row and other content, such as 'math'" in said
 

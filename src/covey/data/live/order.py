@@ -13,7 +13,7 @@ from covey.data.live.dataset import LiveDataset
 from covey.data.media import row_media
 from covey.data.order import Row
 from covey.data.prompts import check_prompt
-from covey.data.rendering import clean, say_once
+from covey.data.rendering import clean
 from covey.errors import CoveyError, DataError
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class LiveOrder:
         self._seen: dict[str, str | None] = {}
         self._sample: list[tuple[int, Row]] = []
         self._drawn, self._replayed, self._left_out = 0, 0, 0
-        self._is_away = False
+        self._is_away = self._has_warned = False
 
     def next(self) -> tuple[str, Row]:
         """The uid and the row of the next draw: `0:N`, or `rK:N` for the K-th replay, N counting the rows that came."""
@@ -119,9 +119,10 @@ class LiveOrder:
         key = str(raw["id"]) if raw.get("id") is not None else digest(raw)
         content = digest(raw)
         if key in self._seen:
-            if self._seen[key] not in (None, content):
+            if self._seen[key] not in (None, content) and not self._has_warned:
+                self._has_warned = True
                 sentence = f"{self.dataset.name} has rows with the id of an earlier row and other content, such as {key[:40]!r}. They count as delivered twice and are left out; give each row an id of its own, or none."
-                say_once(sentence)
+                logger.warning(sentence)
             return None
         self._seen[key] = content
         if len(self._seen) > self.dataset.memory:
