@@ -55,6 +55,9 @@ LAYOUTS = {
         [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi!"}, USER], "2",
     ),
     "openai": ({"messages": [SYSTEM, USER, ASSISTANT]}, [SYSTEM, USER], "It is 2."),
+    "openai in parts": (
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "2."}]}]}, [USER], "It is 2.",
+    ),
     "openai with tools": ({"messages": [USER, CALL, RESULT, ASSISTANT], "tools": TOOLS}, [USER, CALL, RESULT], "It is 2."),
     "conversations by role": ({"conversations": [USER, ASSISTANT]}, [USER], "It is 2."),
     "messages without an answer": ({"messages": [SYSTEM, USER]}, [SYSTEM, USER], None),

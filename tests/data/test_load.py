@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import datasets
+import fsspec
 import pytest
 
 from covey.data import check_dataset, load
@@ -263,6 +264,20 @@ def test_a_parquet_file_without_rows_is_told_as_such(tmp_path):
 def test_a_broken_line_is_told_by_its_number_and_column_alone(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b",\n')
     refused(tmp_path / "a.jsonl", r"line 2: not JSON \(Expecting property name enclosed in double quotes: column 16 ")
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_list_of_rows_that_is_named_jsonl_is_told_by_its_name(tmp_path, indent):
+    (tmp_path / "a.jsonl").write_text(json.dumps(ROWS, indent=indent))
+    refused(tmp_path / "a.jsonl", r"line 1: .*; a file that holds one list of rows is named \.json\.")
+
+
+def test_a_packed_file_whose_package_is_missing_is_no_file_in_another_encoding(tmp_path, monkeypatch):
+    monkeypatch.delitem(fsspec.compression.compr, "zstd", raising=False)
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x04\x00")
+    refused(
+        tmp_path / "a.jsonl.zst", r"a\.jsonl\.zst needs the package zstandard to be unpacked: pip install zstandard"
+    )
 
 
 def test_a_mistyped_file_name_is_no_hub_id_alone(tmp_path, monkeypatch):

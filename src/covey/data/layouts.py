@@ -11,7 +11,7 @@ from typing import Any
 
 import datasets
 
-from covey.data.rendering import as_written, clean, say_once
+from covey.data.rendering import as_written, clean, content_text, say_once
 from covey.data.tables import column_set, mapped
 from covey.errors import DataError
 
@@ -120,7 +120,8 @@ def _read_json(value: Any) -> Any:
 def _parted(column: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """A conversation as the prompt and, as `answer`, the text of the assistant's last turn; tools go to the chat template."""
     before, last = turns(row, column)
-    answer = last[-1].get("content") if last else None
+    content = last[-1].get("content") if last else None
+    answer = content_text(content) if isinstance(content, list) else content
     return {"prompt": before, "answer": answer, **tools_for_template(row)}
 
 

@@ -136,7 +136,8 @@ def _row_of(line: bytes, where: str) -> Mapping[str, Any]:
     else:
         if isinstance(row, dict):
             return row
-    raise DataError(f"{where}: {fault}.")
+    hint = "; a file that holds one list of rows is named .json" if line.lstrip().startswith(b"[") else ""
+    raise DataError(f"{where}: {fault}{hint}.")
 
 
 def csv_rows(file: Path) -> Rows:
@@ -167,7 +168,9 @@ def csv_rows(file: Path) -> Rows:
 
 
 def _open(file: Path) -> Any:
-    """The file's bytes, unpacked as its suffix says."""
+    """The file's bytes, unpacked as its suffix says. DataError for a packed file whose package is missing, which would be read as it is."""
+    if file.suffix.lower() == ".zst" and "zstd" not in fsspec.available_compressions():
+        raise DataError(f"{file} needs the package zstandard to be unpacked: pip install zstandard.")
     return fsspec.open(str(file), "rb", compression="infer").open()
 
 
