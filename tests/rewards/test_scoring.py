@@ -242,7 +242,7 @@ def test_none_and_nan_abstain_without_an_event():
         ("ab", "returned a str"),
         ({"a": 1.0, "b": 2.0}, "returned a dict"),
         (torch.zeros(2, 1), r"returned an array of shape \(2, 1\)"),
-        (["high", "low"], r"the score of completion 0 is a str \('high'\), not a number"),
+        (["high", "low"], r"reward 'wrong': the score of completion 0 is a str \('high'\), not a number"),
         ([1.0, [2.0]], "the score of completion 1 is a list"),
         ([1.0, 1j], "the score of completion 1 is a complex"),
     ],

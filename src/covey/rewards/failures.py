@@ -77,7 +77,9 @@ class Failures:
         name, failures = outcome.name, outcome.failures
         broken = [failure.error for failure in failures if isinstance(failure.error, RewardError)]
         if broken and name not in self.proven:
-            raise broken[0]
+            if repr(name) in str(broken[0]):
+                raise broken[0]
+            raise RewardError(f"reward {name!r}: {broken[0]}", broken[0].events) from broken[0]
         if failures and self.on_error == "raise":
             error = failures[0].error
             raise RewardError(
