@@ -7,12 +7,14 @@ import inspect
 import numbers
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
-from covey.errors import ConfigError, did_you_mean
+from covey.errors import ConfigError, CoveyError, did_you_mean, message_of
 
 _USER_MODULE = re.compile(r"\bcovey_user_(\w+)_[0-9a-f]{12}:")
 """Module of a file that the user named, as `_load_file` calls it."""
@@ -95,22 +97,42 @@ def _load_file(file: Path, kind: str) -> Any:
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # its neighbours can be imported; last, so that they hide no package
     try:
-        spec.loader.exec_module(module)
+        with _importing(f"{kind} file {file}"):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
     return module
 
 
+@contextmanager
+def _importing(what: str) -> Iterator[None]:
+    """Context in which an exception, or an exit, of the user's module is a ConfigError that names the line."""
+    try:
+        yield
+    except CoveyError:
+        raise
+    except (Exception, SystemExit) as error:
+        frame = extract_tb(error.__traceback__)[-1]
+        place = (
+            "" if isinstance(error, SyntaxError) else f" ({frame.filename}:{frame.lineno})"
+        )  # its text says the line
+        raise ConfigError(
+            f"{what} fails when it is imported, with {type(error).__name__}: {message_of(error)}{place}."
+        ) from error
+
+
 def _load_module(where: str, kind: str, path: str) -> Any:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # a console script does not see the user's own folder otherwise
     try:
-        return importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (where == error.name or where.startswith(error.name + ".")):
+        with _importing(f"{kind} {path!r}"):
+            return importlib.import_module(where)
+    except ConfigError as error:
+        name = getattr(error.__cause__, "name", None)
+        if isinstance(error.__cause__, ModuleNotFoundError) and (where == name or where.startswith(f"{name}.")):
             raise ConfigError(
-                f"{kind} {path!r}: no module {error.name!r} here; run from the folder that holds it, or write 'file.py:name'."
+                f"{kind} {path!r}: no module {name!r} here; run from the folder that holds it, or write 'file.py:name'."
             ) from error
         raise
 

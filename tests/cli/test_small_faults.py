@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from transformers import BloomConfig, FalconConfig, GraniteMoeHybridConfig, Qwen
 from covey import GRPOConfig, GRPOTrainer, __version__, demo
 from covey.cli import main
 from covey.data import PromptStream, follow, load, prepare_tokenizer
-from covey.errors import ConfigError, DataError, ModelError
+from covey.errors import ConfigError, DataError, ModelError, RunFolderError
 from covey.evaluation.compare.run_data import read_runs
 from covey.learner.trials import reason_against_sharing
 from covey.models import load_tokenizer
 from covey.monitor.sample_drift import SampleDrift
+from covey.names import load as load_object
 from covey.process.cluster import connected
+from covey.runs.output_dir import checked
 from covey.training.build_learner import auxiliary_coefficient
 from covey.types import Group
 from kit import completion
@@ -62,6 +65,32 @@ def test_a_live_source_without_max_steps_is_refused_before_the_model_is_looked_f
     args = GRPOConfig(str(tmp_path / "run"), num_generations=2, per_device_train_batch_size=2)
     with pytest.raises(ConfigError, match="a stream, which has no length: set max_steps"):
         GRPOTrainer(model=str(tmp_path / "nowhere"), reward_funcs="length", args=args, train_dataset=dataset)
+
+
+@pytest.mark.parametrize(
+    "source, told",
+    [
+        ("import nowhere_at_all\n", r"ModuleNotFoundError: No module named 'nowhere_at_all' (FILE:1)"),
+        ("def right(completions):\n    return 1 / 0\nright([])\n", "ZeroDivisionError: division by zero (FILE:2)"),
+        ("def right(completions)\n", "SyntaxError: expected ':' (mine.py, line 1)"),
+        ("raise SystemExit\n", "SystemExit:  (FILE:1)"),
+    ],
+)
+@pytest.mark.parametrize("path", ["mine.py:right", "mine:right"])
+def test_a_file_that_fails_as_it_is_imported_is_named_with_the_line(tmp_path, monkeypatch, source, told, path):
+    (tmp_path / "mine.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        load_object(path, "reward")
+    assert f"fails when it is imported, with {told.replace('FILE', str(tmp_path / 'mine.py'))}." in str(error.value)
+
+
+def test_a_variable_of_the_shell_makes_no_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunFolderError, match=r"'\$HOME/runs/a' names a variable of the shell"):
+        checked("$HOME/runs/a")
+    assert checked("runs/5$") == Path("runs/5$")
 
 
 def test_an_aggregate_that_is_none_is_refused_before_rows_are_read(tmp_path, capsys):

@@ -4,6 +4,7 @@ import functools
 import sys
 from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from covey.cli import early, header, output, rerun, seeds, together
@@ -267,7 +268,7 @@ def _report(config: Any, args: Args, steps: int, metrics: Mapping[str, Any], *, 
     for name in ("reward", "kl", "entropy", "completions/mean_length", "eval_reward"):
         if isinstance(metrics.get(name), float):
             output.result(f"  {name:<24}{metrics[name]:.4g}")
-    output.say(f"talk to it: covey chat {config.output_dir}")
+    output.say(f"talk to it: covey chat {quote(str(config.output_dir))}")
 
 
 def _of_best(config: Any, state: Any) -> dict[str, Any]:

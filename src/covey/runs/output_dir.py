@@ -26,6 +26,10 @@ def checked(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if not text or "\0" in text:
         raise RunFolderError(f"output_dir {text!r} is not the path of a folder; give one such as runs/first.")
+    if re.search(r"\$\w|\$\{", text) and not Path(text).exists():
+        raise RunFolderError(
+            f"output_dir {text!r} names a variable of the shell, which is not read here; write it out, or ~ for $HOME."
+        )
     return Path(text).expanduser()
 
 
