@@ -17,40 +17,35 @@ pytestmark = pytest.mark.timeout(900)  # processes of their own on a machine tha
 
 
 KILLED = "rank 1 (process {pid} on {host}) ended without a word (killed?)"
+NEVER = 3600
+"""Seconds of patience of a run that has to end without any: a wait for it is one that `Pair.ends` gives up."""
 
 
-def expect_rank_1_named(both: Pair, folder: Path, said: str, bound: float) -> None:
-    """Rank 0 exits within `bound` seconds of the fault, and its sentence says what became of rank 1."""
-    code = both.ends(0)
-    took = time.time() - float((folder / "at").read_text())
-    assert code == 76, both.said(0)[-3000:]
+def expect_rank_1_named(both: Pair, said: str) -> None:
+    """Rank 0 exits, and its sentence says what became of rank 1."""
+    assert both.ends(0) == 76, both.said(0)[-3000:]
     expected = said.format(pid=both.processes[1].pid, host=socket.gethostname())
     assert "error: rank 1" in both.said(0)
     assert expected in both.said(0), both.said(0)[-3000:]
     assert "--resume auto" in both.said(0)
-    assert took < bound
 
 
 @pytest.mark.parametrize(
-    "fault, said, bound, patience",
+    "fault, said, patience",
     [
-        ("kill, split", KILLED, 30, 120),
-        pytest.param(
-            "exit",
-            KILLED,
-            30,
-            120,
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param("raise", "failed with LookupError: there is no such answer", 30, 120, marks=pytest.mark.nightly),
-        pytest.param("stop", "has not been heard of for", 120, 10, marks=pytest.mark.nightly),
-        ("hang", "lives but did not come within", 120, 10),
+        ("kill, split", KILLED, NEVER),
+        pytest.param("exit", KILLED, NEVER, marks=pytest.mark.nightly),
+        pytest.param("raise", "failed with LookupError: there is no such answer", NEVER, marks=pytest.mark.nightly),
+        pytest.param("stop", "has not been heard of for", 10, marks=pytest.mark.nightly),
+        ("hang", "lives but did not come within", 10),
     ],
 )
 @pytest.mark.slow
-def test_the_other_process_says_which_rank_is_gone_and_exits(fault, said, bound, patience, tmp_path: Path) -> None:
+def test_the_other_process_says_which_rank_is_gone_and_exits(fault, said, patience, tmp_path: Path) -> None:
     with pair(tmp_path, fault, patience=patience) as both:
-        expect_rank_1_named(both, tmp_path, said, bound)
+        expect_rank_1_named(both, said)
+        if patience < NEVER:
+            assert time.time() - float((tmp_path / "at").read_text()) < 120
     if fault == "hang":
         assert "hang (two_ranks.py:" in both.said(0), "it says where the other one is"
     newest = checkpoint.latest(tmp_path / "run")
@@ -61,8 +56,8 @@ def test_the_other_process_says_which_rank_is_gone_and_exits(fault, said, bound,
 
 @pytest.mark.slow
 def test_a_run_whose_rank_was_killed_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
-    with pair(tmp_path, "kill", patience=120) as both:
-        expect_rank_1_named(both, tmp_path, KILLED, 30)
+    with pair(tmp_path, "kill", patience=NEVER) as both:
+        expect_rank_1_named(both, KILLED)
     newest = checkpoint.latest(tmp_path / "run")
     assert newest is not None
     assert newest.name == "checkpoint-2"

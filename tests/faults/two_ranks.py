@@ -21,10 +21,13 @@ from datasets import Dataset  # noqa: E402
 
 from covey import GRPOConfig, GRPOTrainer  # noqa: E402
 from covey.errors import CoveyError  # noqa: E402
+from covey.process import world  # noqa: E402
 from kit import tiny_model, tiny_tokenizer  # noqa: E402
 
 FOLDER, FAULT = Path(sys.argv[2]), sys.argv[3]
 RANK = int(os.environ["RANK"])
+PATIENCE = int(os.environ.get("PATIENCE", "60"))
+world.SILENCE_SECONDS = PATIENCE  # an hour of patience is one of silence too
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 calls = []
 
@@ -185,7 +188,7 @@ def train() -> None:
             bf16=False,
             report_to="none",
             disable_tqdm=True,
-            ddp_timeout=int(os.environ.get("PATIENCE", "60")),
+            ddp_timeout=PATIENCE,
             **({"max_steps": 6 if FAULT.endswith("twice") else 5} if FAULT != "fewer rows" else {}),
         ),
     )

@@ -38,7 +38,7 @@ def record(run: RunFolder, step: int, text: str) -> None:
 @pytest.fixture
 def opened(tmp_path: Path, blank: Any, served: Callable[..., Any]) -> Iterator[Callable[[str], Any]]:
     """Opens a page of the runs in `tmp_path / "runs"`, watched."""
-    blank.set_default_timeout(20_000)
+    blank.set_default_timeout(120_000)  # a browser on a machine that others load; what is awaited comes in a second
     (tmp_path / "runs").mkdir()
     with served(Library([tmp_path / "runs"]), watch=True) as client:
 
@@ -107,7 +107,8 @@ def forgive_missing(page: Any) -> None:
 @pytest.mark.parametrize("name", ["rollouts", "prompts", "lengths"])
 def test_runs_that_come_and_go_can_be_chosen_and_leave_nothing(name: str, tmp_path: Path, opened: Any) -> None:
     page = opened(name)
-    names = "() => [...document.querySelector(\"select[aria-label='Run']\").options].map((one) => one.value).join()"
+    select = "document.querySelector(\"select[aria-label='Run']\")"  # none while the page is built anew
+    names = f"() => {select} && [...{select}.options].map((one) => one.value).join()"
     for run_name, expected in (("b-run", "b-run"), ("a-run", "a-run,b-run")):
         run = begin(tmp_path / "runs" / run_name, seed=1)
         record(run, 1, f"a question of {run_name}")
@@ -116,7 +117,9 @@ def test_runs_that_come_and_go_can_be_chosen_and_leave_nothing(name: str, tmp_pa
     assert page.get_by_label("Run", exact=True).input_value() == "b-run"  # the one that is shown
     shutil.move(tmp_path / "runs", tmp_path / "moved")
     page.wait_for_function(f"() => ({names})() === ''")
-    page.wait_for_timeout(300)
+    page.wait_for_function("() => !document.querySelector('main').textContent.includes('a question of')")
+    with page.expect_response(lambda answer: "/api/runs" in answer.url):
+        pass  # a beat later, nothing of them has come back
     assert "a question of" not in page.text_content("main")
     assert page.locator("canvas, .heat").count() == 0
     forgive_missing(page)
