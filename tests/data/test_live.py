@@ -245,6 +245,12 @@ def queue(items: list[dict[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
             self.answer(json.dumps(found).encode())
 
         def do_POST(self) -> None:
+            if self.path == "/moved":
+                self.send_response(301)
+                self.send_header("Location", "/prompts")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
             committed.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["commit"])
             self.answer(b"{}")
 
@@ -270,6 +276,15 @@ def test_a_queue_over_http_that_is_away_for_a_while(monkeypatch: pytest.MonkeyPa
         assert committed == [2]
     with pytest.raises(DataError, match=f"No prompt came from {url}"):
         order.next()
+
+
+def test_a_commit_that_is_redirected_is_reported_and_not_lost_on_the_way(caplog: pytest.LogCaptureFixture):
+    with queue(rows(0)) as (url, committed):
+        order = order_of(url.replace("prompts", "moved"))
+        order.next()
+        order.commit(order.state_dict())
+    assert committed == []
+    assert "took no commit (HTTP Error 301" in caplog.text
 
 
 def test_names_of_the_command_line_and_what_is_refused(tmp_path: Path):

@@ -25,7 +25,7 @@ ALERT = Alert(
 
 
 @contextmanager
-def server(answer: int = 200, wait: float = 0.0) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def server(answer: int = 200, wait: float = 0.0, location: str = "") -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Address of a server that keeps what is posted to it."""
     got: list[dict[str, Any]] = []
     is_over = threading.Event()
@@ -36,6 +36,12 @@ def server(answer: int = 200, wait: float = 0.0) -> Iterator[tuple[str, list[dic
             got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             is_over.wait(wait)
             self.send_response(answer)
+            if location:
+                self.send_header("Location", location)
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.send_response(200)
             self.end_headers()
 
         def log_message(self, *args: Any) -> None:
@@ -83,6 +89,15 @@ def test_a_server_that_says_no_is_one_warning_without_the_address(caplog):
         "alert_webhook did not take an alert (HTTPError 500); it is in alerts.jsonl all the same."
     ]
     assert "secret-part" not in caplog.text + repr(hook)
+
+
+def test_a_post_that_is_redirected_is_refused_rather_than_followed_without_its_body(caplog):
+    with server() as (address, got), server(answer=301, location=address) as (moved, _):
+        hook = Webhook(moved, run="first")
+        hook(ALERT)
+        hook.close()
+    assert got == []
+    assert "alert_webhook did not take an alert (HTTPError 301)" in caplog.text
 
 
 def test_an_address_where_nobody_listens_or_that_is_not_http_is_a_warning():

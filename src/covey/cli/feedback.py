@@ -11,6 +11,7 @@ from covey.cli.flags import Flag
 from covey.cli.serve import KEY
 from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, ServerError
+from covey.process.addresses import opener_of
 
 URL = "http://127.0.0.1:8000/v1"
 
@@ -78,7 +79,7 @@ def _ask(args: Args, page: str, body: dict[str, Any] | None = None) -> dict[str,
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with opener_of(url).open(request, timeout=60) as answer:
             reply: dict[str, Any] = json.loads(answer.read())
             return reply
     except urllib.error.HTTPError as error:

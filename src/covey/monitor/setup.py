@@ -21,6 +21,7 @@ from covey.monitor.slices import Slices
 from covey.monitor.updates import UpdateMeter
 from covey.monitor.watch import SEVERITIES, Watch, lines_of
 from covey.names import load, rule_of
+from covey.process.addresses import opener_of
 from covey.runs.manifest import to_json
 from covey.types import Alert
 
@@ -125,7 +126,7 @@ class Webhook:
         headers = {"Content-Type": "application/json", "User-Agent": "covey"}
         try:
             request = urllib.request.Request(self.address, data=body, headers=headers, method="POST")
-            with urllib.request.urlopen(request, timeout=self.deadline):
+            with opener_of(self.address).open(request, timeout=self.deadline):
                 self.failures = 0
         except (OSError, HTTPException, ValueError) as error:  # refused, timed out, not found, not HTTP at all
             self._failed(f"{type(error).__name__} {getattr(error, 'code', '')}".strip())

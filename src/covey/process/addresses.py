@@ -1,10 +1,13 @@
-"""Addresses of servers: which of them this machine alone can reach, a socket that listens there, its URL, and waiting for one that starts."""
+"""Addresses of servers: which of them this machine alone can reach, a socket that listens there, its URL, questions to one, and waiting for one that starts."""
 
 import ipaddress
 import logging
 import socket
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
 
 from covey.errors import ConfigError
 
@@ -22,6 +25,17 @@ def is_loopback(host: str) -> bool:
 def names_loopback(host_header: str) -> bool:
     """True for a `Host` header, with a port or without, that names this machine as it alone can."""
     return is_loopback(host_header if host_header.endswith("]") else host_header.rsplit(":", 1)[0])
+
+
+def opener_of(url: str) -> urllib.request.OpenerDirector:
+    """Proxies from the environment, except to this machine; a redirect is an HTTPError, since urllib drops the body of a POST there."""
+    is_here = is_loopback(urlsplit(url).hostname or "")
+    return urllib.request.build_opener(_NoRedirect(), *([urllib.request.ProxyHandler({})] if is_here else []))
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *where: Any, **more: Any) -> None:
+        return None
 
 
 def listen(host: str, port: int) -> socket.socket:

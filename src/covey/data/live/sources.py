@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from covey.errors import DataError
 from covey.files.bounded import LONGEST_LINE
+from covey.process.addresses import opener_of
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,8 @@ class HttpQueue:
 
     def _ask(self, request: urllib.request.Request) -> bytes:
         try:
-            with urllib.request.urlopen(request, timeout=self.seconds) as answer:
+            ask = urllib.request.urlopen if request.data is None else opener_of(self.url).open
+            with ask(request, timeout=self.seconds) as answer:
                 body: bytes = answer.read(_LARGEST_ANSWER + 1)
         except urllib.error.HTTPError as error:
             if error.code == 410:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from covey.errors import ConfigError, RewardError, ServerError
-from covey.process.addresses import attempts_within
+from covey.process.addresses import attempts_within, opener_of
 from covey.rewards.builtin.text import clean
 from covey.rewards.calling.deadline import Lanes
 
@@ -145,7 +145,7 @@ class Endpoint:
         if left <= 0:
             raise TimeoutError("no time was left to ask")
         try:
-            with _opener(self.url).open(request, timeout=left) as response:
+            with opener_of(self.url).open(request, timeout=left) as response:
                 return _read(response, until, self.most_bytes)
         except urllib.error.HTTPError as error:
             with error:
@@ -206,7 +206,7 @@ def expect_server(url: str, called: str, seconds: float) -> None:
 def _status_of(url: str, seconds: float) -> tuple[int | None, object]:
     """HTTP status of an address, None where it gave none in time, and the reason why it cannot be reached."""
     try:
-        with _opener(url).open(url, timeout=seconds) as answer:
+        with opener_of(url).open(url, timeout=seconds) as answer:
             return answer.status, None
     except urllib.error.HTTPError as error:
         error.close()
@@ -215,17 +215,6 @@ def _status_of(url: str, seconds: float) -> tuple[int | None, object]:
         return None, error.reason
     except (http.client.HTTPException, OSError) as error:
         return None, error if isinstance(error, ConnectionError) else None
-
-
-def _opener(url: str) -> urllib.request.OpenerDirector:
-    """Proxies from the environment, except to this machine; no redirects, which would drop the question."""
-    is_here = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-    return urllib.request.build_opener(_NoRedirect(), *([urllib.request.ProxyHandler({})] if is_here else []))
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *where: Any, **more: Any) -> None:
-        return None
 
 
 def _read(response: Any, until: float, most: int = MOST_BYTES) -> bytes:
