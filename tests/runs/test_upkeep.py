@@ -57,6 +57,12 @@ def test_the_list_tells_size_kind_and_the_best(run: Path, capsys) -> None:
     assert "best evaluation" in capsys.readouterr().out
 
 
+def test_the_best_is_what_the_newest_state_that_can_be_read_says(run: Path, capsys) -> None:
+    (run / "checkpoint-20" / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": None}))
+    (run / "checkpoint-30" / "trainer_state.json").write_text("{")
+    assert not any(one["best"] for one in said(capsys, "list", run)["checkpoints"])
+
+
 def test_the_list_calls_a_torn_checkpoint_damaged_without_reading_its_bytes(run: Path, capsys) -> None:
     torn = run / "checkpoint-20" / "model.safetensors"
     torn.write_bytes(torn.read_bytes()[:100])

@@ -71,9 +71,9 @@ def best_of(run_dir: Path) -> str | None:
             state = json.loads((path / "trainer_state.json").read_text())
         except (OSError, ValueError):
             continue
-        named = state.get("best_model_checkpoint") if isinstance(state, dict) else None
-        if named:
-            return Path(str(named)).name
+        if isinstance(state, dict):  # each holds the whole log, so earlier ones are not read
+            named = state.get("best_model_checkpoint")
+            return Path(str(named)).name if named else None
     return None
 
 
