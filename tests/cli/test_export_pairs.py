@@ -142,3 +142,12 @@ def test_a_file_that_its_run_removes_meanwhile_is_left_out(tmp_path, monkeypatch
 
     monkeypatch.setattr(rollouts, "steps", thinned)
     assert [pair["step"] for pair in exported(tmp_path)] == [1, 3, 4]
+
+
+def test_lists_with_an_entry_a_token_are_not_read(tmp_path, monkeypatch):
+    run_of(tmp_path, {1: [scored(["4", "5"], [1.0, 0.0])]})
+    read, columns = rollouts.read, set()
+    monkeypatch.setattr(rollouts, "read", lambda *given: (rows := read(*given), columns.update(*rows))[0])
+    assert len(exported(tmp_path, "--finished-only")) == 1
+    assert {"prompt", "reward/right"} <= columns
+    assert "token_ids" not in columns

@@ -102,11 +102,11 @@ def read(path: Path, prefixes: Sequence[str] = ("",)) -> list[dict[str, Any]]:
     return rows
 
 
-def read_each(folder: Path, steps: Sequence[int]) -> Iterator[list[dict[str, Any]]]:
+def read_each(folder: Path, steps: Sequence[int], prefixes: Sequence[str] = ("",)) -> Iterator[list[dict[str, Any]]]:
     """`read` of each step, in this order; of those that the run has removed meanwhile (`thin`, a resume) none."""
     for step in steps:
         try:
-            yield read(path_of(folder, step))
+            yield read(path_of(folder, step), prefixes)
         except RunFolderError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
