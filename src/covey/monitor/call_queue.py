@@ -40,8 +40,10 @@ class CallQueue:
     _is_abandoned: bool = False
     """True if the running call was already counted as dropped."""
     _lost: int = 0
-    _failed: int = 0
-    """Calls in a row that raised."""
+    _failed: dict[str, int] = field(default_factory=dict)
+    """Calls in a row that raised, by their kind: `on_log` may fail where `on_save` has nothing to do."""
+    _is_failing: bool = False
+    """True if the last call raised, of any kind: what fails next belongs to the same outage."""
 
     def put(self, what: str, call: Callable[[], object]) -> None:
         """Append a call to the queue. Returns at once."""
@@ -101,20 +103,22 @@ class CallQueue:
         return not self._waiting and self._running is None
 
     def call(self, what: str, call: Callable[[], object]) -> None:
-        """Call on this thread. Exceptions are logged, once for several in a row."""
+        """Call on this thread. Exceptions are logged, once for several in a row of one kind or of one outage."""
+        kind = what.partition(" at ")[0]
         try:
             call()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker is third-party code with a server
-            self._failed += 1
-            if self._failed == 1:
+            self._failed[kind] = self._failed.get(kind, 0) + 1
+            was_failing, self._is_failing = self._is_failing, True
+            if self._failed[kind] == 1 and not was_failing:
                 logger.warning(
                     "%s failed in %s (%s: %s); training goes on, and metrics.jsonl has every number.",
                     self.name, what, type(error).__name__, error,
                 )  # fmt: skip
             return
-        if self._failed > 1:
-            logger.warning("%s works again in %s, after %d calls that failed.", self.name, what, self._failed)
-        self._failed = 0
+        self._is_failing = False
+        if (failed := self._failed.pop(kind, 0)) > 1:
+            logger.warning("%s works again in %s, after %d calls that failed.", self.name, what, failed)
 
     def _start(self) -> None:
         first, context = self.prepare(), contextvars.copy_context()

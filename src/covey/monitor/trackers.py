@@ -242,9 +242,10 @@ def _guard(kind: type, trackers: Trackers) -> type:
             call = partial(getattr(kind, event), self, args, *now, **arguments)
             what = f"{event} at step {state.global_step}"
             lane = trackers.lane(name)
+            if event == "on_train_end" and not lane.is_idle:
+                return control  # stuck in an earlier call, which `Trackers.on_train_end` has reported
             if event == "on_train_end" and name in _ENDS_WHERE_IT_BEGAN:
-                if lane.is_idle:
-                    lane.call(what, call)
+                lane.call(what, call)
                 return control
             trackers.hand_over(name, what, call)
             if event == "on_save" and trackers.is_training and reads_checkpoints(self):
