@@ -79,6 +79,8 @@ def test_a_name_of_the_hub_is_not_looked_for_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not looks_local("Qwen/Qwen2.5-0.5B-Instruct")
     refuse_missing("Qwen/Qwen2.5-0.5B-Instruct", "model folder")
+    for name in ("verifiers:gsm8k:test", "gym:leg_counting[:5]", "follow:later.jsonl"):
+        refuse_missing(name, "data set")
     (tmp_path / "runs").mkdir()
     with pytest.raises(ModelError, match="does not exist"):
         refuse_missing("runs/nosuch", "model folder")

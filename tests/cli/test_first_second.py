@@ -49,6 +49,47 @@ def test_a_wrong_option_is_answered_before_torch_is_imported(words):
     assert done.stderr.count("\n") == 1
 
 
+MODEL, ROWS = "The model folder './no-run' does not exist", "The data set 'no.jsonl' does not exist"
+RUN = "no-run is no folder; give the folder of a run"
+MISSING = {
+    "chat ./no-run": MODEL,
+    "serve ./no-run": MODEL,
+    "serve-vllm ./no-run": MODEL,
+    "init new --model ./no-run": MODEL,
+    "merge demo ./no-run -o new": MODEL,
+    "merge demo demo --choose no.jsonl -o new": ROWS,
+    "export ./no-run --format gguf -o new.gguf": MODEL,
+    "attest http://localhost:1 --model demo --other ./no-run": MODEL,
+    "eval ./no-run --dataset demo --reward demo": MODEL,
+    "eval demo --dataset no.jsonl --reward demo": ROWS,
+    "data check no.jsonl": ROWS,
+    "data clean demo --against demo no.jsonl -o new.jsonl": ROWS,
+    "data pivots no.jsonl -o new.jsonl": ROWS,
+    "features no.jsonl --features length --output new.jsonl": ROWS,
+    "reward test --reward exact --dataset no.jsonl": ROWS,
+    "reward train --model ./no-run --dataset demo -o new": MODEL,
+    "reward audit no-run --reward math": RUN,
+    "env check maze:Maze --model ./no-run": MODEL,
+    "tune demo --eval-dataset no.jsonl --search beta=0:1": ROWS,
+    "sft --model ./no-run --dataset demo": MODEL,
+    "why no-run --step 3": RUN,
+}
+
+
+def test_a_place_that_is_missing_is_named_by_every_command_before_torch_is_imported(tmp_path):
+    code = f"""
+import sys, contextlib, io
+from covey.cli import main
+for line, expected in {MISSING!r}.items():
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = main(line.split())
+    assert (code, errors.getvalue().count(chr(10))) == (2, 1) and expected in errors.getvalue(), (line, code, errors.getvalue())
+    assert 'torch' not in sys.modules, line
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_the_trainer_imports_neither_peft_nor_bitsandbytes():
     code = "import sys, covey.training.trainer; assert not {'peft', 'bitsandbytes'} & set(sys.modules)"

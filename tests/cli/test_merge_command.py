@@ -122,7 +122,7 @@ def test_what_cannot_be_merged_is_told_in_a_sentence(adapter: Path, tmp_path: Pa
     for words, said in (
         ([str(adapter)], "needs what to merge and a folder to write to"),
         ([str(adapter), "-o", str(there)], "is there already"),
-        ([str(tmp_path / "nowhere"), "-o", str(tmp_path / "x")], "is no folder here"),
+        ([str(tmp_path / "nowhere"), "-o", str(tmp_path / "x")], "nowhere' does not exist"),
         ([str(tmp_path / "base"), "-o", str(tmp_path / "x")], "holds whole weights and no adapter"),
         ([str(adapter), "-o", str(tmp_path / "x"), "--dtype", "int8"], "give float32, bfloat16 or float16"),
         ([str(adapter), "-o", str(tmp_path / "x"), "--base", str(tmp_path / "none")], "none"),

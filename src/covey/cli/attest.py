@@ -151,6 +151,7 @@ verb = Verb(
         name: f"{name}: covey attest http://127.0.0.1:8000 --model runs/first/checkpoint-100."
         for name in ("url", "model")
     },
+    places={"model": "model folder", "other": "model folder"},
     examples=(
         "covey attest http://127.0.0.1:8000 --model runs/a/checkpoint-100",
         "covey attest http://127.0.0.1:8000 --model runs/a/adapter --other Qwen/Qwen2.5-0.5B-Instruct",

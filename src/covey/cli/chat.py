@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from covey.cli import output
+from covey.cli.checkpoints import model_folder
 from covey.cli.flags import Flag, typed
 from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError, CoveyError, did_you_mean
@@ -139,14 +140,13 @@ def streamer_to_stdout(tokenizer: Any) -> Any:
 
 def start(args: Args) -> Chat:
     """Load what `covey chat MODEL` names."""
+    folder = model_folder(args["model"])
     import torch
 
     from covey import data
-    from covey.cli.checkpoints import model_folder
     from covey.models import load_model, load_tokenizer
     from covey.process.lean import set_seed
 
-    folder = model_folder(args["model"])
     trust = bool(args["trust_remote_code"])
     model = load_model(folder, {"dtype": args["dtype"]}, trust_remote_code=trust).eval()
     tokenizer = load_tokenizer(model, folder, trust_remote_code=trust)
@@ -241,6 +241,7 @@ verb = Verb(
     examples=("covey chat runs/first", 'covey chat demo --prompt "What is 2 + 3?" --temperature 0'),
     positional=("model",),
     needs={"model": "a model: a folder, a run, a hub id, or demo."},
+    places={"model": "model folder"},
     flags=lambda: (
         Flag(name="model", help="A folder, a run, a hub id, or demo.", group="what"),
         Flag(name="system_prompt", help="System message.", group="what"),

@@ -35,6 +35,7 @@ _OUTPUT = Flag(
 )
 _EXAMPLES = Flag(name="examples", help="Examples shown of each fault.", type=int, default=3, group="output")
 _HTML = Flag(name="html", help="Also write the findings, with more examples, to this page (.html).", group="output")
+_PLACES = {"dataset": "data set", "against": "data set", "tokenizer": "model folder"}
 _ON_PAGE = 20
 _WIDTH = 76
 
@@ -178,6 +179,7 @@ _check = Verb(
     run=run_check,
     positional=("dataset",),
     needs={"dataset": "a data set: covey data check train.jsonl."},
+    places=_PLACES,
     examples=(
         "covey data check train.jsonl --prompt-column question --against test.jsonl",
         "covey data check train.jsonl --tokenizer runs/x --max-prompt-length 512 --json",
@@ -194,6 +196,7 @@ _clean = Verb(
         "output": "--output: the file for the clean rows, such as --output clean.jsonl.",
         "dataset": "a data set: covey data clean train.jsonl.",
     },
+    places=_PLACES,
     examples=("covey data clean train.jsonl --prompt-column question --against test.jsonl --output clean.jsonl",),
 )
 _pivots = Verb(
@@ -211,6 +214,7 @@ _pivots = Verb(
     run=run_pivots,
     positional=("dataset",),
     needs=dict.fromkeys(("dataset", "output"), "trajectories and a file: covey data pivots expert.jsonl -o pivots.jsonl."),
+    places={"dataset": "data set"},
     examples=("covey data pivots expert.jsonl --tool-calls-only -o pivots.jsonl",),
 )  # fmt: skip
 verb = Verbs(name="data", usage="DATASET ...", verbs={"check": _check, "clean": _clean, "pivots": _pivots})

@@ -1,4 +1,4 @@
-"""Checks of options before torch is imported, which takes seconds: their types, words and ranges, and files that are missing."""
+"""Checks of options before torch is imported, which takes seconds: their types, words and ranges."""
 
 import ast
 from collections.abc import Mapping
@@ -39,15 +39,6 @@ def refuse_early(overrides: Mapping[str, Any]) -> None:
     checks.refuse_bad_values(draft)
     trackers.refuse_absent_trackers(overrides.get("report_to"))
     checks.refuse_contradictions(draft, changed)
-
-
-def refuse_missing_places(args: Mapping[str, Any]) -> None:
-    """Raise CoveyError for a model or a data set that is written like a path and is not there."""
-    from covey.files.places import refuse_missing
-
-    for name, what in (("model", "model folder"), ("dataset", "data set"), ("eval_dataset", "data set")):
-        if isinstance(args.get(name), str):
-            refuse_missing(args[name], what)
 
 
 def default_of(name: str) -> Any:

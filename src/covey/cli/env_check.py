@@ -142,6 +142,7 @@ verb = Verb(
     run=run,
     positional=("environment",),
     needs={"environment": "an environment: covey env check games.py:Maze."},
+    places={"model": "model folder"},
     examples=(
         "covey env check games.py:Maze",
         "covey env check openenv:http://localhost:8000 --episodes 50 --json",

@@ -11,6 +11,7 @@ from covey.cli import output
 from covey.cli.flags import Flag, spelled
 from covey.cli.verb import CONFIG, JSON, Verb
 from covey.errors import ConfigError
+from covey.files.places import refuse_missing
 
 if TYPE_CHECKING:
     from covey.evaluation.assessment import Assessment
@@ -95,6 +96,8 @@ def _check(options: dict[str, Any]) -> None:
         if not options[name]:
             raise ConfigError(f"covey eval needs --{name}; see covey eval --help.")
     _check_ensemble(options)
+    if not options["ensemble"]:  # a member carries options of its own
+        refuse_missing(options["model"], "model folder")
     if options["k"] and min(options["k"]) < 1:
         raise ConfigError(f"pass@{min(options['k'])} is no share of samples; give --k 1 or more.")
     if options["k"] and max(options["k"]) > options["num_samples"]:
@@ -204,6 +207,7 @@ verb = Verb(
     flags=lambda: _FLAGS,
     run=run,
     positional=("model",),
+    places={"dataset": "data set", "compare_to": "model folder"},
     examples=(
         "covey eval demo --dataset demo:test --reward demo",
         "covey eval runs/x/checkpoint-100 --dataset test.jsonl --reward math --num-samples 8 --compare-to demo",

@@ -136,6 +136,7 @@ model_verb = Verb(
     ),
     positional=("model",),
     needs=dict.fromkeys(("model", "output"), "a model and --output: covey export runs/first -o first.gguf --format gguf."),
+    places={"model": "model folder", "base": "model folder"},
     run=run,
     flags=lambda: (
         Flag(name="model", help="A run, a checkpoint, or a folder with a model or an adapter.", group="what"),

@@ -194,6 +194,7 @@ verb = Verb(
         "data": "a data set: covey features train.jsonl --features length --output out.jsonl.",
         "features": "--features, such as --features length,readability.",
     },
+    places={"data": "data set", "model": "model folder", "embedding_model": "model folder"},
     examples=(
         "covey features train.jsonl --features length,readability,language --output described.jsonl",
         "covey features train.jsonl --features difficulty --model runs/x --reward math --output graded.jsonl",

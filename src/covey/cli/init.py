@@ -9,7 +9,6 @@ from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Args, Verb
 from covey.errors import ConfigError
-from covey.files.places import refuse_missing
 
 _TEMPLATES = Path(__file__).with_name("project")
 """The files of a project but for its data, by their names and `.txt`."""
@@ -19,12 +18,11 @@ _OTHERS = {"learning_rate": "1.0e-6", "batch": 32, "length": 256, "minutes": "on
 
 
 def run(args: Args) -> None:
-    """Write the project, whole or not at all. Raises ConfigError where something is there already, ModelError for a model that is not."""
+    """Write the project, whole or not at all. Raises ConfigError where something is there already."""
     folder = Path(args["folder"]).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already and not empty; choose a new folder for the project.")
     model = args.get("model") or "demo"
-    refuse_missing(model, "model folder")
     if model != "demo" and Path(model).expanduser().is_dir():
         model = str(Path(model).expanduser().resolve())  # run.yaml is read from the project's folder
     files = _files(folder.resolve().name, model)
@@ -67,6 +65,7 @@ verb = Verb(
     examples=("covey init my-project", "covey init my-project --model Qwen/Qwen2.5-0.5B-Instruct"),
     positional=("folder",),
     needs={"folder": "a folder for the project: covey init my-project."},
+    places={"model": "model folder"},
     run=run,
     flags=lambda: (
         Flag(name="folder", help="Folder to make; it must be new or empty.", group="what"),

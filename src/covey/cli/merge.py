@@ -224,6 +224,7 @@ verb = Verb(
         ("model", "output"),
         "what to merge and a folder to write to: covey merge runs/first -o merged, or covey merge A B --method slerp -o merged.",
     ),
+    places={"model": "model folder", "base": "model folder", "choose": "data set"},
     run=run,
     flags=lambda: (
         Flag(name="model", help="Runs, checkpoints or folders with a model or an adapter; one adapter is added into its base.", type=list[str], group="what"),

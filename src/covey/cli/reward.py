@@ -193,6 +193,7 @@ _test = Verb(
     flags=lambda: _FLAGS,
     run=run,
     needs={"reward": "--reward: a built-in name, or file.py:function."},
+    places={"dataset": "data set"},
     examples=(
         "covey reward test --reward math --dataset train.jsonl --prompt-column question",
         "covey reward test --reward my_rewards.py:short_and_right --reward format --dataset demo",

@@ -12,6 +12,7 @@ from covey.cli.fields import other_flags
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Verb
 from covey.errors import ConfigError
+from covey.runs.upkeep import expect_folder
 
 if TYPE_CHECKING:
     from covey.doctor.reward_audit.consistency import Comparison, Repeats
@@ -32,6 +33,7 @@ _FLAGS = (
 def run(options: dict[str, Any]) -> int:
     """Score the run's completions again and say what the verdicts are worth."""
     folder = Path(options["run"]).expanduser()
+    expect_folder(folder)
     rewards = options["reward"] or _rewards_of(folder, options)
     import numpy as np
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
 from covey.cli.flags import Flag
-from covey.cli.verb import CONFIG, JSON, Args, Verb
+from covey.cli.verb import CONFIG, JSON, PLACES, Args, Verb
 from covey.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -199,6 +199,7 @@ verb = Verb(
     sentence="Trains a reward model on preference pairs (Bradley-Terry), or a process reward model on scored steps, and judges it on held-out rows.",
     flags=lambda: _FLAGS,
     needs={flag.name: f"--{flag.name}: {flag.help}" for flag in _FLAGS if flag.name in ("model", "dataset", "output")},
+    places=PLACES,
     run=run,
     examples=(
         "covey reward train --model Qwen/Qwen2.5-0.5B-Instruct --dataset pairs.jsonl -o runs/judge",

@@ -193,6 +193,7 @@ verb = Verb(
     ),
     positional=("model",),
     needs={"model": "a model: a folder, a run, a hub id, or demo."},
+    places={"model": "model folder"},
     flags=lambda: _FLAGS,
     run=run,
 )

@@ -52,6 +52,7 @@ serve = Verb(
     run=lambda args: run(args, ()),
     positional=("model",),
     needs={"model": "the model of the run: covey serve-vllm Qwen/Qwen2.5-0.5B-Instruct."},
+    places={"model": "model folder"},
     examples=(
         "covey serve-vllm Qwen/Qwen2.5-0.5B-Instruct --port 8000",
         "covey serve-vllm demo --python .venv-vllm/bin/python -- --dtype float32 --enforce-eager",

@@ -11,7 +11,7 @@ from covey.cli.checkpoints import FINAL, model_folder
 from covey.cli.fields import config_flags
 from covey.cli.flags import Flag
 from covey.cli.train import config_options, resume_command
-from covey.cli.verb import CONFIG, JSON, Args, Verb
+from covey.cli.verb import CONFIG, JSON, PLACES, Args, Verb
 from covey.config import options
 from covey.errors import ConfigError
 
@@ -66,7 +66,6 @@ def run(args: Args) -> int:
     overrides = config_options(args, _CLI_FLAGS, "sft")
     early.refuse_early(overrides)
     refuse_bad_adapter(args)
-    early.refuse_missing_places(args)
     args = {**args, "model": model_folder(args["model"])}
     output.say(f"model      {args['model']}\ndata       {args['dataset']}\nfolder     {overrides['output_dir']}")
     from covey.training.warm_up import SFTTrainer, sft_config
@@ -123,6 +122,7 @@ verb = Verb(
     ),
     flags=flags,
     types=early.option_types,
+    places=PLACES,
     has_defaults=False,
     positional=("config",),
     run=run,

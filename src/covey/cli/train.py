@@ -14,7 +14,7 @@ from covey.cli.columns import column_map
 from covey.cli.ensemble import ensemble_of, refuse_bad_ensemble
 from covey.cli.fields import config_flags, other_flags
 from covey.cli.flags import Flag
-from covey.cli.verb import CONFIG, JSON, Args, Verb
+from covey.cli.verb import CONFIG, JSON, PLACES, Args, Verb, refuse_missing_places
 from covey.config import options
 from covey.demo import DEMO_SETTINGS
 from covey.errors import ConfigError
@@ -118,7 +118,7 @@ def run(args: Args) -> int:
     refuse_bad_adapter(args)
     if not args.get("print_config"):
         refuse_missing(args)
-        early.refuse_missing_places(args)
+        refuse_missing_places(args, PLACES)
         args = {**args, "model": model_folder(args["model"])}
     dataset = None
     is_one = args.get("seeds") is None and not together.shares_base(args)

@@ -10,7 +10,7 @@ from covey.cli import output, train
 from covey.cli.adapter import refuse_bad_adapter
 from covey.cli.flags import Flag, typed
 from covey.cli.rerun import NEVER
-from covey.cli.verb import Args
+from covey.cli.verb import PLACES, Args
 from covey.errors import ConfigError
 from covey.experiments import child, series
 from covey.experiments.attempt import Attempt
@@ -210,5 +210,6 @@ verb = replace(
         "covey tune demo --eval-dataset demo:test --search learning_rate=1e-4:3e-3:log --max-steps 40",
     ),
     flags=flags,
+    places=PLACES,
     run=run,
 )

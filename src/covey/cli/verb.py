@@ -10,6 +10,7 @@ from covey.cli.flags import Flag, read_flags, read_yaml, typed
 from covey.cli.help import flags_help
 from covey.cli.recipe import expanded
 from covey.errors import ConfigError, did_you_mean
+from covey.files.places import refuse_missing
 
 Args = Mapping[str, Any]
 """Typed values of the flags on the command line, by name."""
@@ -23,6 +24,8 @@ _ALWAYS = (
     Flag(name="help_all", help="Show every option and stop.", type=bool, group="help"),
     Flag(name="debug", help="Show tracebacks.", type=bool, group="help"),
 )
+PLACES = {"model": "model folder", "dataset": "data set", "eval_dataset": "data set"}
+"""`Verb.places` of a verb that trains."""
 JSON = Flag(name="json", help="Print the result as one JSON object on the last line.", type=bool, group="output")
 CONFIG = Flag(name="config", help="YAML file of options; flags win over it.", group="run")
 
@@ -49,6 +52,8 @@ class Verb:
     """Options that a word stands for where a YAML file may stand."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """For each flag that must be given, the rest of a sentence: covey plot needs ..."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Flags that name a "model folder" or a "data set": one that is written like a path must exist."""
     has_defaults: bool = True
     """True: `run` receives a value of every flag; False: those of the command and its file alone."""
 
@@ -74,6 +79,7 @@ class Verb:
         for name, what in self.needs.items():
             if options.get(name) in (None, "", []):
                 raise ConfigError(f"covey {self.name} needs {what}")
+        refuse_missing_places(options, self.places)
         for flag in declared:
             flag.refuse_outside(options.get(flag.name))
         seed = options.get("seed", 0)
@@ -95,6 +101,15 @@ class Verb:
                 "True or False stands alone: --name, or --no-name."
             )
         return read_yaml(config, flags, self.hints)
+
+
+def refuse_missing_places(options: Args, places: Mapping[str, str]) -> None:
+    """Raise CoveyError for a model or a data set that is written like a path and is not there, before torch is imported."""
+    for name, what in places.items():
+        values = options.get(name)
+        for place in values if isinstance(values, list) else [values]:
+            if isinstance(place, str):
+                refuse_missing(place, what)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,17 @@ from pathlib import Path
 from covey.cli import output, trust
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Args, Verb
+from covey.runs.upkeep import expect_folder
 
 
 def run(args: Args) -> None:
     """Diagnose a step and show the ranking."""
+    folder = Path(args["run"]).expanduser()
+    expect_folder(folder)
     from covey.doctor.why.causes import diagnose, is_named
     from covey.doctor.why.recorded import load
     from covey.runs import manifest
 
-    folder = Path(args["run"]).expanduser()
     described = manifest.read(folder / manifest.NAME) or {}
     trust.confirm(folder, described.get("config") or {}, described, args, "covey why")
     recorded = load(folder, args["step"])

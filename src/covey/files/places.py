@@ -50,7 +50,9 @@ def refuse_missing(name: str, what: str) -> None:
     A data set may be a mixture, a pattern, or end in `:split`; those are left to who reads them.
     """
     is_data = what == "data set"
-    if is_data and name.startswith("follow:"):  # it may come later
+    if is_data and name.startswith(
+        tuple(f"{scheme}:" for scheme in _SCHEMES)
+    ):  # a file that may come later, or no path
         return
     if is_data:
         refuse_scheme(name)
