@@ -4,6 +4,7 @@ A wrong argument is a ValueError too, and a TypeError where TRL raises one, so t
 """
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -160,6 +161,12 @@ def needed(what: str, extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ConfigError(f"{what}: pip install 'covey[{extra}]'.") from error
+
+
+def expect_positive(name: str, value: object) -> None:
+    """Raise ConfigError unless it is a finite number above 0, such as seconds of a time limit."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name}={value!r} must be a finite number above 0.")
 
 
 def first_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from covey.algorithms.reference import Every, keep
-from covey.errors import ConfigError, did_you_mean
+from covey.errors import ConfigError, did_you_mean, expect_positive
 from covey.types import ReferenceRule
 
 POLICY = "policy"
@@ -60,6 +60,7 @@ class TeacherRole:
     """Answer to an endpoint that is away: stop with a checkpoint, or skip its signal on those completions."""
 
     def __post_init__(self) -> None:
+        expect_positive("request_seconds", self.request_seconds)
         self._check_sources()
         self._check_rule()
         self._check_feedback()

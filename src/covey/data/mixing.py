@@ -10,7 +10,7 @@ from covey.data.curriculum import NAME_COLUMN, WEIGHT_COLUMN
 from covey.data.rendering import as_written
 from covey.data.sources import AnyDataset
 from covey.data.tables import AsWritten, mapped
-from covey.errors import DataError
+from covey.errors import DataError, DataTypeError
 
 _TERM = re.compile(r"\s*(?P<weight>\d*\.?\d+)\s*\*\s*(?P<source>\S.*?)\s*")
 
@@ -40,6 +40,8 @@ def mix(sets: Mapping[str, AnyDataset], weights: Mapping[str, float] | None = No
     `datasets.interleave_datasets`, until the longest has ended. Raises DataError for weights that fit no set, and for columns of
     one name and two types.
     """
+    if not isinstance(sets, Mapping):
+        raise DataTypeError(f"A mixture is a mapping from names to data sets, not of type {type(sets).__name__}.")
     if not sets:
         raise DataError("A mixture needs at least one data set.")
     streams = [name for name, dataset in sets.items() if not hasattr(dataset, "__len__")]

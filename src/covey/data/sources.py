@@ -4,14 +4,14 @@ import contextlib
 import glob
 import mmap
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import datasets
 
 from covey.data import gym, tables, verifiers
-from covey.errors import CoveyError, DataError, did_you_mean, first_line
+from covey.errors import CoveyError, DataError, DataTypeError, did_you_mean, first_line
 from covey.files.bounded import LONGEST_LINE
 from covey.files.hub import bounded_hub
 from covey.files.places import looks_local
@@ -44,7 +44,7 @@ def quiet() -> Iterator[None]:
 
 def shown(source: Any) -> str:
     """The source as error messages call it."""
-    if isinstance(source, str | Path):
+    if isinstance(source, str | Path) or not isinstance(source, Iterable):
         return str(source)
     names = [str(item) for item in source]
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
@@ -84,6 +84,10 @@ def _made(source: Any, split: str | None) -> Any:
 def _files(source: Any) -> list[Path]:
     """The files that `source` names, [] when it is a folder or a hub id. Raises DataError for one that is not there."""
     if not isinstance(source, str | Path):
+        if not isinstance(source, Iterable):
+            raise DataTypeError(
+                f"{source!r:.60} names no data set; give a file, a list of files, a folder or a hub id."
+            )
         return [file for item in source for file in (_files(item) or [_missing(item)])]
     text = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
     path = Path(text)

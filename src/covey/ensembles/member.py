@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from covey.errors import ConfigError, did_you_mean
-from covey.files.places import refuse_missing
+from covey.errors import ConfigError, did_you_mean, expect_positive
+from covey.files.places import expect_model, refuse_missing
 
 Role = Literal["sibling", "baseline", "rescue"]
 """Use of a member's completions: learnt from, compared with, or only where the policy failed throughout."""
@@ -43,6 +43,8 @@ class Member:
     """Longest time of one request to an endpoint."""
 
     def __post_init__(self) -> None:
+        expect_model(self.model)
+        expect_positive(f"{self._where}: request_seconds", self.request_seconds)
         if self.role is not None and self.role not in ROLES:
             raise ConfigError(f"{self._where}: role={self.role!r} is none of {', '.join(ROLES)}.")
         if isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < 1:

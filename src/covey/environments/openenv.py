@@ -21,7 +21,7 @@ def openenv_environment(
     Every completion has a session of its own. The tool `step` takes the server's action, by the JSON schema at `/schema`.
     `timeout`: seconds for one answer. Raises ConfigError for a server that does not answer or is no OpenEnv server.
     """
-    base = url.rstrip("/")
+    base = str(url).rstrip("/")
     if not base.startswith(("http://", "https://")):
         raise ConfigError(f"OpenEnv server {url!r} is no URL; give one such as http://localhost:8000.")
     schema: dict[str, Any] = {}

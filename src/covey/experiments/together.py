@@ -8,7 +8,7 @@ from typing import Any
 
 from covey.adapters import refuse_base_writes
 from covey.config import GRPOConfig
-from covey.errors import ConfigError
+from covey.errors import ArgumentTypeError, ConfigError
 from covey.experiments.interleaving import Member, interleave
 from covey.models import SharedBase
 from covey.runs import StopRequest
@@ -39,6 +39,10 @@ def train_together(
     A run that fails does not end the others; its error is raised after they ended. After a stop signal every run saves a
     checkpoint, and KeyboardInterrupt or SystemExit(75) is raised. Raises ConfigError for runs that cannot share a process.
     """
+    if not isinstance(runs, Sequence) or not all(isinstance(run, Mapping) for run in runs):
+        raise ArgumentTypeError(
+            f"runs={runs!r:.60} must be a list of mappings, each with the arguments of a GRPOTrainer."
+        )
     # PEFT modifies the configuration in place
     together = [{**common, **run} for run in runs]
     together = [{**run, "peft_config": copy.deepcopy(run.get("peft_config"))} for run in together]

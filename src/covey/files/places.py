@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from covey.errors import DataError, ModelError, did_you_mean
+from covey.errors import ArgumentTypeError, DataError, ModelError, did_you_mean
 
 _FILES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".xz", ".bz2", ".safetensors", ".bin", ".gguf", ".pt", ".yaml", ".yml")  # fmt: skip
 _HUB_ID = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
@@ -68,6 +68,19 @@ def refuse_missing(name: str, what: str) -> None:
     hint = f"{did_you_mean(path.name, siblings)}{where}{server}"
     kind = DataError if is_data else ModelError
     raise kind(f"The {what} {name!r} does not exist.{hint}")
+
+
+def expect_path(name: str, value: object) -> Path:
+    """The path, with the user's home for `~`. Raises ArgumentTypeError for what is none."""
+    if not isinstance(value, str | os.PathLike):
+        raise ArgumentTypeError(f"{name}={value!r:.60} is no path; give the name of a folder or file.")
+    return Path(value).expanduser()
+
+
+def expect_model(model: object) -> None:
+    """Raise ModelError for a number, a list, a mapping or None where a model is named or handed over."""
+    if type(model).__module__ == "builtins" and not isinstance(model, str):
+        raise ModelError(f"model={model!r:.60} is no model; give a folder, a hub id, or a loaded model.")
 
 
 def _exists(text: str) -> bool:

@@ -299,4 +299,5 @@ def first_line(error: BaseException) -> str:
 
 def short_name(model: Any) -> str:
     """Last part of the name or folder that a model was loaded from; "model" if it has none."""
-    return Path(str(model if isinstance(model, (str, Path)) else model.config._name_or_path)).name or "model"
+    named = model if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    return Path(str(named)).name or "model"

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from covey.errors import ConfigError
+from covey.errors import ConfigError, ModelError
 from covey.kernels import share_copies, with_adapters
 from covey.models import expert_weights, float32_stream, multiplies_in_float32, settle_products, unwrapped
 from covey.rollout.forward import ModulesForward
@@ -19,7 +19,9 @@ SamplerPrecision = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def expect_precision(model: nn.Module, dtype: str) -> SamplerPrecision:
-    """`dtype`, checked. Raises ConfigError if this model cannot be sampled in it."""
+    """`dtype`, checked. Raises ConfigError if this model cannot be sampled in it, ModelError for what is no loaded model."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model={model!r:.60} is no loaded model; give one of AutoModelForCausalLM.from_pretrained.")
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {dtype!r} is not known to the sampler; take auto, float32, bfloat16 or float16.")
     weights_dtype = _dtype_of(model)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from covey.errors import DataError
+from covey.files.places import expect_path
 from covey.rollout import SamplingParams
 from covey.serving.engine import Call
 from covey.types import Completion, Group, Message, Prompt
@@ -69,7 +70,7 @@ def lines_of(traces: Iterable[Trace]) -> Iterator[str]:
 def read_traces(path: Path | str) -> list[Call]:
     """The calls of a file of traces, for `episodes_of`. Raises DataError for a line that is none, or tokens that were changed."""
     calls = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+    for number, line in enumerate(expect_path("path", path).read_bytes().splitlines(), 1):
         try:
             spans = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]
             pairs = [(span, {held["key"]: _plain(held["value"]) for held in span["attributes"]}) for span in spans]

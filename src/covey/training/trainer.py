@@ -16,6 +16,7 @@ from covey.config.alerts import late_checkpoint
 from covey.config.trackers import refuse_absent_trackers
 from covey.data.checks import length_of
 from covey.errors import ArgumentTypeError, CoveyError, DataError
+from covey.files.places import expect_model
 from covey.learner import Learner, lower_rates
 from covey.models import short_name
 from covey.monitor import Progress, alert_shower, build_monitor, completions_shower
@@ -201,6 +202,7 @@ class GRPOTrainer(TRLInterface):
     # -- construction -----------------------------------------------------------------------------------------------
 
     def _take_data(self, train_dataset: Any, eval_dataset: Any, model: Any) -> None:
+        expect_model(model)
         num_rows = max(1, int(self.args.generation_batch_size or 1) // self.args.num_generations)
         train_dataset = with_prompts(train_dataset, self.agents, max_steps=self.args.max_steps, num_rows=num_rows)
         refuse_no_data(train_dataset, eval_dataset, self.args)

@@ -76,7 +76,7 @@ class SFTTrainer(GRPOTrainer):
         max_length: int | None = None,
     ) -> None:
         args = sft_config() if args is None else args
-        if args.algorithm != ALGORITHM:
+        if getattr(args, "algorithm", None) != ALGORITHM:
             raise ConfigError("SFTTrainer takes a configuration of covey.sft_config(...), as args.")
         super().__init__(
             model,

@@ -1,7 +1,7 @@
 """Picture of several figures: returned by `run.plot()`, shown in a notebook, written by `covey plot`; PNG and PDF by matplotlib."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -14,6 +14,7 @@ from covey.evaluation.compare.svg import COLOURS
 from covey.evaluation.figures.draw import as_svg, sheet_of
 from covey.evaluation.figures.gather import Confusion, Figure, Shares, figures_of
 from covey.evaluation.html import page_of
+from covey.files.places import expect_path
 from covey.process.terminal import safe
 from covey.runs.storage import storage_errors, write_text
 
@@ -73,10 +74,10 @@ def plot(folders: str | Path | Sequence[str | Path], metrics: Sequence[str] = ()
 
     Raises RunFolderError for what is no run, ConfigError for a metric that no run has.
     """
-    named = [folders] if isinstance(folders, str | Path) else list(folders)
+    named = list(folders) if isinstance(folders, Iterable) and not isinstance(folders, str) else [folders]
     if not named:
         raise ConfigError("There is no run to draw; give run folders: covey plot runs/a.")
-    runs = [run for folder in named for run in read_runs(str(folder))]
+    runs = [run for folder in named for run in read_runs(str(expect_path("folders", folder)))]
     return Picture(*figures_of(runs, metrics, is_each=each))
 
 

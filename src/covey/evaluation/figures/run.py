@@ -10,6 +10,7 @@ from covey.evaluation.figures.draw import as_svg
 from covey.evaluation.figures.gather import figures_of, last_values, step_of
 from covey.evaluation.figures.picture import Picture
 from covey.evaluation.html import table
+from covey.files.places import expect_path
 from covey.runs import metrics, rollouts
 
 
@@ -20,7 +21,7 @@ class Run:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
+        self.path = expect_path("path", path)
         runs = run_data.read_runs(str(self.path))
         if len(runs) > 1 or runs[0].path != self.path:
             names = ", ".join(str(run.path) for run in runs[:3])

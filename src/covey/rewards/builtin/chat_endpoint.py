@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from covey.errors import ConfigError, RewardError, ServerError
+from covey.errors import ConfigError, RewardError, ServerError, expect_positive
 from covey.process.addresses import attempts_within, opener_of
 from covey.rewards.builtin.text import clean
 from covey.rewards.calling.deadline import Lanes
@@ -94,10 +94,11 @@ class Endpoint:
         _expect_address(self.url, self.called)
         if not self.model:
             raise ConfigError(f"{self.called}(model='') names no model; give the one that the endpoint serves.")
-        if self.request_seconds <= 0 or self.retries < 0 or self.backoff_seconds < 0 or self.max_tokens < 1:
-            raise ConfigError(
-                f"{self.called}: request_seconds and max_tokens must be above 0, retries and backoff_seconds 0 or above."
-            )
+        for name in ("request_seconds", "max_tokens"):
+            expect_positive(f"{self.called}: {name}", getattr(self, name))
+        for name in ("retries", "backoff_seconds"):
+            if (value := getattr(self, name)) != 0:
+                expect_positive(f"{self.called}: {name}, which may be 0 too,", value)
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
         """The request body as JSON."""
@@ -173,7 +174,7 @@ class Endpoint:
 
 def _expect_address(url: str, called: str) -> None:
     with contextlib.suppress(ValueError):  # a port that is no number, or a bracket without its other
-        parts = urlsplit(url)
+        parts = urlsplit(str(url))
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return
     raise ConfigError(f"{called}(url={url!r}): give an address such as http://localhost:8000/v1.")
