@@ -204,10 +204,18 @@ def test_what_is_printed_cannot_steer_the_terminal(capsys):
     assert shown.err == "xy\n"
 
 
-@pytest.mark.parametrize("words, code", [(["--version"], 0), (["nosuch"], 2)])
-def test_a_process_whose_exit_is_held_up_says_so_and_ends_with_its_own_code(words, code):
+@pytest.mark.parametrize(
+    "words, code, act",
+    [
+        (["--version"], 0, ""),
+        (["nosuch"], 2, ""),
+        (["env"], 1, "cli._run = lambda words: 1 / 0;"),
+        (["env"], 75, "cli._run = lambda words: sys.exit(75);"),
+    ],
+)
+def test_a_process_whose_exit_is_held_up_says_so_and_ends_with_its_own_code(words, code, act):
     script = (
-        "import sys, threading, time; import covey.cli as cli; threading.Thread(target=time.sleep, args=[50]).start(); "
+        f"import sys, threading, time; import covey.cli as cli; threading.Thread(target=time.sleep, args=[50]).start(); {act}"
         f"cli._PATIENCE_SECONDS, cli._LONGEST_EXIT_SECONDS = 0.05, 0.1; sys.argv = ['covey', *{words}]; sys.exit(cli.main())"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=40, check=False)

@@ -54,9 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The result goes to stdout, all else to stderr.
     """
-    code = _main(list(sys.argv[1:] if arguments is None else arguments))
-    if arguments is None:
-        _end_in_time(code)
+    code = 1  # of an unexpected exception, which Python shows and which leaves the same threads and libraries behind
+    try:
+        code = _main(list(sys.argv[1:] if arguments is None else arguments))
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    finally:
+        if arguments is None:
+            _end_in_time(code)
     return code
 
 
@@ -66,7 +72,7 @@ def _end_in_time(code: int) -> None:
     def end() -> None:
         time.sleep(_PATIENCE_SECONDS)
         output.say(
-            "All is done, but a library holds this process up, such as a tracker that still sends its part. "
+            "The command has ended, but a library holds this process up, such as a tracker that still sends its part. "
             f"It ends in {(_LONGEST_EXIT_SECONDS - _PATIENCE_SECONDS) / 60:.0f} minutes at the latest; Ctrl-C ends it now."
         )
         time.sleep(_LONGEST_EXIT_SECONDS - _PATIENCE_SECONDS)
