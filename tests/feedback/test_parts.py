@@ -2,6 +2,7 @@
 
 import errno
 import math
+import os
 import random
 import subprocess
 import sys
@@ -177,6 +178,17 @@ def test_used_conversations_are_not_taken_again_even_by_another_process(store, t
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_no_database_is_a_sentence_and_is_left_closed(tmp_path):
+    (tmp_path / "feedback.sqlite").write_text("no database, and long enough to be looked at" * 50)
+    with pytest.raises(StorageError, match=r"cannot be used .*; give another --learn-folder") as refused:
+        Store(tmp_path, 60.0)
+    held = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    assert not [place for place in held if place.endswith("feedback.sqlite")]
+    del refused  # whose traceback holds what the constructor had opened
+    with pytest.raises(StorageError, match="cannot be used"):
+        Store(tmp_path / "nowhere", 60.0)
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_written(store):

@@ -93,6 +93,8 @@ class Store:
             self._file.executescript(_TABLES)
             self._num_bytes = self._unscored_bytes()
         except sqlite3.Error as error:
+            with suppress(AttributeError):  # it could not be opened
+                self._file.close()
             raise StorageError(f"{path} cannot be used ({error}); give another --learn-folder.") from error
 
     def close(self) -> None:
