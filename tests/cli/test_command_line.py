@@ -1,9 +1,13 @@
 """The command line as one meets it: quick help, one sentence for a mistake, results on stdout and all else on stderr."""
 
+import fcntl
 import json
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -221,3 +225,18 @@ def test_a_process_whose_exit_is_held_up_says_so_and_ends_with_its_own_code(word
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=40, check=False)
     assert done.returncode == code
     assert done.stderr.count("a library holds this process up") == 1
+
+
+def test_help_through_a_pipe_fits_the_terminal_that_it_is_read_on():
+    terminal, ours = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 72, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    for stderr, width in ((ours, 72), (subprocess.DEVNULL, 110)):
+        words = [sys.executable, "-m", "covey", "eval", "--help"]
+        page = subprocess.run(
+            words, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True, check=True
+        ).stdout
+        widest = max(len(line) for line in page.splitlines() if not line.startswith("  $"))
+        assert width - 10 < widest <= width
+    os.close(terminal)
+    os.close(ours)

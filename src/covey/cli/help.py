@@ -1,8 +1,10 @@
 """Help by groups: common options first, the rest behind `--help-all`."""
 
+import os
 import shutil
 import textwrap
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from covey.cli.flags import Flag
 
@@ -41,8 +43,11 @@ def flags_help(usage: str, sentence: str, examples: Iterable[str], flags: Iterab
 
 
 def _width() -> int:
-    """Columns of the terminal, 110 where there is none."""
-    return min(shutil.get_terminal_size((110, 24)).columns, 120)
+    """Columns of the terminal, which stderr knows where stdout is a pipe (`| less`); 110 where there is none."""
+    columns = shutil.get_terminal_size((0, 24)).columns
+    with suppress(OSError):
+        columns = columns or os.get_terminal_size(2).columns
+    return min(columns or 110, 120)
 
 
 def _wrap(text: str, start: str = "") -> list[str]:
