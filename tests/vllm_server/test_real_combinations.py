@@ -154,11 +154,11 @@ CONTEXT = {"parallelism_config": {"cp_size": 2}}
 
 @pytest.mark.parametrize("sharding", [{"fsdp": True}, {}, CONTEXT], ids=["fsdp2", "ddp", "context parallel"])
 def test_an_engine_in_each_of_two_processes_has_the_learners_weights(sharding, tmp_path):
-    expect_near(logs_of(tmp_path, PYTHON, vllm_max_model_length=256, **sharding))
+    expect_near(logs_of(tmp_path, PYTHON, vllm_max_model_length=256, temperature=2.0, **sharding))
 
 
 def test_weights_that_did_not_arrive_would_be_seen(tmp_path):
-    _, *later = logs_of(tmp_path, PYTHON, vllm_max_model_length=256, is_stale=True)
+    _, *later = logs_of(tmp_path, PYTHON, vllm_max_model_length=256, temperature=2.0, is_stale=True)
     assert all(entry["sampling/sampling_logp_difference/max"] > 2e-2 for entry in later)
 
 
