@@ -14,6 +14,7 @@ import torch
 
 from covey.errors import ConfigError, ServerError
 from covey.rollout import NativeSampler, SamplingParams
+from covey.rollout.agreement import plain_logprobs
 from covey.rollout.vllm import VLLMSampler, colocated, plain_weights
 from kit import tiny_model, tiny_tokenizer
 
@@ -221,3 +222,20 @@ def test_a_completion_that_vllm_breaks_off_is_none(sampler: VLLMSampler, monkeyp
     monkeypatch.setattr(sampler, "regex", "[0-9]{1,4}")
     with pytest.raises(ServerError, match=r"broke a completion off \(\w+\)"):
         list(sampler.sample(PROMPTS, 3, SamplingParams(max_tokens=8)))
+
+
+def test_new_weights_are_refused_while_an_earlier_sample_is_not_over(sampler: VLLMSampler) -> None:
+    """vLLM keeps its prefix cache then, and would read keys and values of the weights before."""
+    model, calls = tiny_model("qwen2", hidden=128, layers=2, seed=7), iter(range(9))
+
+    def load() -> None:
+        if next(calls, None) == 3:
+            sampler.load(model, version=8)
+
+    sampler.check_stop = load
+    with pytest.raises(ServerError, match="still answers an earlier sample"):
+        list(sampler.sample(PROMPTS, 1, SamplingParams(max_tokens=30)))
+    sampler.check_stop = lambda: None
+    groups = list(sampler.sample(PROMPTS, 1, SamplingParams(max_tokens=4)))
+    for group, mine in zip(groups, plain_logprobs(model, groups), strict=True):
+        torch.testing.assert_close(group.completions[0].logprobs, mine, atol=1e-4, rtol=0)

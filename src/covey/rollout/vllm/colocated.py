@@ -129,6 +129,8 @@ class VLLMSampler:
         return measured
 
     def _send(self, policy: torch.nn.Module) -> None:
+        if not self.engine.reset_prefix_cache():  # keys and values of the weights before would be read
+            raise ServerError("vLLM still answers an earlier sample(); end or close it before new weights are loaded.")
         started, sent = time.perf_counter(), 0
 
         def counted() -> Iterator[tuple[str, torch.Tensor]]:
@@ -145,7 +147,6 @@ class VLLMSampler:
                 pieces = write_weights(Source(policy), Path(folder) / "weights", next(policy.parameters()).dtype)
                 sent = sum(piece.num_bytes for piece in pieces.values())
                 self.engine.collective_rpc(reload, kwargs={"weights_path": str(Path(folder) / "weights")})
-        self.engine.reset_prefix_cache()
         update = update_metrics(time.perf_counter() - started, sent)
         self.measured = merge_metrics([self.measured, update])
 
