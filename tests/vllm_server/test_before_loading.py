@@ -16,6 +16,7 @@ from covey.models import load_tokenizer
 from covey.rollout.vllm.client import Address, Client
 from covey.rollout.vllm.server import Server, refuse_other_model
 from kit import tiny_model, tiny_tokenizer
+from modalities.models import tiny_vlm
 
 
 @pytest.fixture
@@ -141,6 +142,18 @@ def test_a_server_of_an_older_file_of_the_runs_model_is_taken(fake, tmp_path):
     assert "hidden_size" not in config.to_dict()
     server = Server.connect(Client(Address.of(None, "127.0.0.1", fake.port)), 30.0)
     refuse_other_model(server, config, fake.tokenizer)
+
+
+def test_a_server_of_another_text_beside_the_same_images_is_told(tmp_path):
+    model, processor = tiny_vlm("qwen2_5_vl")
+    model.config.save_pretrained(tmp_path)
+    with FakeServer(model, processor.tokenizer) as fake:
+        fake.folder = str(tmp_path)
+        server = Server.connect(Client(Address.of(None, "127.0.0.1", fake.port)), 30.0)
+        refuse_other_model(server, model.config, fake.tokenizer)
+        model.config.text_config.rms_norm_eps = 1e-6
+        with pytest.raises(ConfigError, match="has rms_norm_eps 1e-05, this run's model 1e-06"):
+            refuse_other_model(server, model.config, fake.tokenizer)
 
 
 def test_a_server_that_still_starts_is_waited_for_and_named(folder, fake, caplog):

@@ -359,11 +359,12 @@ def test_nccl_is_refused_where_it_would_move_nothing(fake, model, tmp_path):
         sampler_of(fake, model, tmp_path, transport="nccl")
 
 
-def test_raw_log_probabilities_are_refused_at_another_temperature(fake, model, tmp_path):
-    fake.logprobs_mode = "raw_logprobs"
+@pytest.mark.parametrize(("mode", "temperature"), [("raw_logprobs", 0.5), ("raw_logits", 1.0)])
+def test_raw_log_probabilities_are_refused_at_another_temperature(fake, model, tmp_path, mode, temperature):
+    fake.logprobs_mode = mode
     sampler = sampler_of(fake, model, tmp_path)
     with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs"):
-        sampler.sample(PROMPTS, 2, SamplingParams(temperature=0.5))
+        sampler.sample(PROMPTS, 2, SamplingParams(temperature=temperature))
 
 
 def test_deadlines_have_names():

@@ -80,3 +80,19 @@ def attempts_within(
             logger.warning("No %s answers at %s yet; waiting up to %g seconds.", server, address, seconds)
         time.sleep(max(0.0, min(0.5, until - time.monotonic())))
         left = until - time.monotonic()
+
+
+def listens_everywhere(port: int) -> bool:
+    """True if a process of this machine listens on all its interfaces; False where the system does not say."""
+    import psutil
+
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except psutil.AccessDenied:  # macOS: root only
+        return False
+    return any(
+        connection.status == psutil.CONN_LISTEN
+        and connection.laddr.port == port
+        and connection.laddr.ip in ("0.0.0.0", "::")
+        for connection in connections
+    )

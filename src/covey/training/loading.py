@@ -29,7 +29,8 @@ from covey.models.modalities import load_processing
 from covey.process.cluster import expect_cluster
 from covey.rollout.on_ray import RAY_OPTION
 from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit
-from covey.rollout.vllm.server import refuse_cold, warn_of_server
+from covey.rollout.vllm.lifecycle import refuse_cold
+from covey.rollout.vllm.server import warn_of_server
 from covey.training.agents import Agents
 from covey.training.build_sampler import as_dict, sampling_params, vllm_length
 

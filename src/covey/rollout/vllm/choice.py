@@ -12,10 +12,17 @@ from covey.models import short_name, unwrapped
 from covey.process.interruption import on_main
 from covey.process.sharding import Shards, compute_device
 from covey.process.world import World
+from covey.rollout.sampler import SamplingParams
 from covey.rollout.vllm.broadcast import BroadcastTransport
 from covey.rollout.vllm.pieces import largest_piece
 from covey.rollout.vllm.plain_layers import refuse_unmerged
-from covey.rollout.vllm.server import Server, refuse_packed, refuse_smaller_vocabulary
+from covey.rollout.vllm.server import (
+    Server,
+    refuse_other_model,
+    refuse_packed,
+    refuse_raw_logprobs,
+    refuse_smaller_vocabulary,
+)
 from covey.rollout.vllm.transports import (
     AdapterTransport,
     Carrier,
@@ -132,3 +139,22 @@ def _ways(server: Server, carrier: Carrier, *, is_on_cuda: bool) -> Iterator[tup
         yield from (("directory", "cpu"), ("gloo", "cpu"))
     else:
         yield carrier, "cuda" if carrier == "nccl" else "cpu"
+
+
+def refuse_unfit(
+    server: Server,
+    config: Any,
+    tokenizer: Any,
+    params: SamplingParams,
+    transport: Carrier,
+    *,
+    is_on_cuda: bool,
+    has_adapter: bool,
+) -> None:
+    """Raise the ConfigError that a ServerSampler would raise, by the model's configuration: before its weights are loaded."""
+    refuse_carrier(server, transport, is_on_cuda=is_on_cuda)
+    refuse_raw_logprobs(server, params)
+    refuse_other_model(server, config, tokenizer, params.stop)
+    if not has_adapter:  # an adapter may travel alone
+        refuse_packed(server)
+        refuse_stale_head(server, config)

@@ -41,6 +41,11 @@ class RefusedError(ServerError):
         self.status = status
 
 
+def is_lost(error: ServerError) -> bool:
+    """True for no answer, and for HTTP errors of a server that ends or of a proxy before one that has ended."""
+    return not isinstance(error, RefusedError) or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+
+
 @dataclass(frozen=True)
 class Deadlines:
     """Deadline of each phase in seconds. The default values are generous for a server on the same network."""

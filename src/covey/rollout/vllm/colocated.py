@@ -27,9 +27,8 @@ from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import SamplingParams, update_metrics
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import check_finite, checked_eos_ids
-from covey.rollout.vllm.lifecycle import NEVER, Sleep
+from covey.rollout.vllm.lifecycle import NEVER, Sleep, refuse_cold
 from covey.rollout.vllm.plain_layers import plain_config, refuse_unmerged
-from covey.rollout.vllm.server import refuse_cold
 from covey.rollout.vllm.weights import Source, write_weights
 from covey.rollout.vllm.worker.covey_media import engine_input, name_of
 from covey.rollout.vllm.worker.covey_worker import reload

@@ -1,4 +1,4 @@
-"""Sleep mode of a vLLM engine as a state machine, where level 2 drops the weights; and the bias that bans a token."""
+"""Sleep mode of a vLLM engine as a state machine, where level 2 drops the weights, the bias that bans a token, and the lowest temperature."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from covey.errors import ServerError
+from covey.errors import ConfigError, ServerError
+from covey.rollout.sampler import SamplingParams
 
 State = Literal["awake", "asleep(1)", "asleep(2)", "weights are back", "synced"]
 
 NEVER = -100.0
 """Logit bias of a token that no completion may hold; OpenAI's interface takes no lower one."""
+COLDEST = 0.01
+"""Lowest temperature above 0 at which vLLM draws; it raises lower ones to it."""
 
 
 @dataclass(eq=False)
@@ -68,3 +71,11 @@ class Sleep:
             raise ServerError(
                 f"The vLLM engine is {self.state}: level-2 sleep dropped its weights, so they must be sent before it goes on."
             )
+
+
+def refuse_cold(params: SamplingParams) -> None:
+    """Raise ConfigError for a temperature that vLLM raises: its log-probabilities would be those of another one."""
+    if 0 < params.temperature < COLDEST:
+        raise ConfigError(
+            f"temperature is {params.temperature}, and vLLM draws at no less than {COLDEST}; give that, or 0 for greedy decoding."
+        )

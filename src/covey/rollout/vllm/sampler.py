@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from covey.errors import AttestationError, ServerError
+from covey.errors import ServerError
 from covey.models import context_limit, unwrapped
 from covey.models.modalities import banned_ids
 from covey.process.interruption import on_main
@@ -27,12 +28,12 @@ from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import check_finite, checked_eos_ids
 from covey.rollout.vllm.broadcast import BroadcastTransport
 from covey.rollout.vllm.choice import transport_for
-from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
+from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError, RefusedError, is_lost
 from covey.rollout.vllm.lifecycle import NEVER
 from covey.rollout.vllm.media import complete, expect_media_taken
-from covey.rollout.vllm.server import Server, refuse_other_model, refuse_packed, refuse_raw_logprobs, warn_of_server
-from covey.rollout.vllm.sync import Attest, RestartedError, Sync, Update
-from covey.rollout.vllm.transports import Carrier, DirectoryTransport, dtype_of, refuse_carrier, refuse_stale_head
+from covey.rollout.vllm.server import Server, refuse_other_model, refuse_raw_logprobs, warn_of_server
+from covey.rollout.vllm.sync import Attest, Sync, Update, is_wrong
+from covey.rollout.vllm.transports import Carrier, DirectoryTransport, dtype_of
 from covey.rollout.vllm.weights import Source, safe_name
 from covey.types import Completion, Group, Metric, Prompt, merge_metrics
 
@@ -155,8 +156,8 @@ class ServerSampler:
         lost = False
         try:
             yield from self._drawn(prompts, requests, n)
-        except NoAnswerError as error:
-            if not requests:
+        except (NoAnswerError, RefusedError) as error:
+            if not requests or not is_lost(error):
                 raise
             if self.world.size > 1 and not settles:  # the other processes are at other turns
                 raise ServerError("The server was lost amid the turns of several processes; resume the run.") from error
@@ -285,6 +286,8 @@ class ServerSampler:
             "top_k": params.top_k,
             "min_p": params.min_p or 0.0,
             "repetition_penalty": params.repetition_penalty,
+            "presence_penalty": 0.0,  # else the server's own, of its generation_config.json
+            "frequency_penalty": 0.0,
             "stop": list(params.stop),
             "include_stop_str_in_output": True,
             "stop_token_ids": list(self.eos_ids),
@@ -304,10 +307,14 @@ class ServerSampler:
             return
         answers: queue.Queue[tuple[int, Any]] = queue.Queue()
 
+        label, over = str(self.sync.label), threading.Event()
+
         def ask(i: int, body: dict[str, Any]) -> None:
             try:
-                named = {**body, "model": self.sync.model}
-                answers.put((i, complete(self.client, prompts[i], named, str(self.sync.label))))
+                named = {**body, "model": self.sync.model, "cache_salt": label}  # no keys and values of other weights
+                answers.put(
+                    (i, self.server.when_free(partial(complete, self.client, prompts[i], named, label), label, over))
+                )
             except Exception as error:  # noqa: BLE001 - raised by the thread that waits
                 answers.put((i, error))
 
@@ -319,10 +326,11 @@ class ServerSampler:
                 i, answer = self._next(answers)
                 if isinstance(answer, Exception):
                     raise answer
-                made = self._completions(answer, requests[i]["n"], prompts[i])
+                made = self._completions(answer, requests[i], prompts[i])
                 del requests[i]  # not before: an answer that was broken off is asked for again
                 yield Group(prompt=prompts[i], completions=made * (n // len(made)))
         finally:
+            over.set()
             pool.shutdown(wait=False, cancel_futures=True)
             self.client.hang_up()  # abort the requests that still run
         if self.sync.label is not None:
@@ -342,7 +350,8 @@ class ServerSampler:
                 if self.server.is_paused():
                     raise NoAnswerError(f"The server at {self.client.address} was paused by someone else.")
 
-    def _completions(self, body: Any, n: int, prompt: Prompt) -> tuple[Completion, ...]:
+    def _completions(self, body: Any, request: Mapping[str, Any], prompt: Prompt) -> tuple[Completion, ...]:
+        n, room = request["n"], request["max_tokens"]
         try:
             choices = sorted(body["choices"], key=lambda choice: int(choice["index"]))
             made = tuple(self._completion(choice, prompt) for choice in choices)
@@ -352,6 +361,11 @@ class ServerSampler:
             ) from error
         if len(made) != n:
             raise ServerError(f"The server answered {len(made)} completions where {n} were asked for.")
+        if short := [answer.num_tokens for answer in made if answer.finish == "length" and answer.num_tokens < room]:
+            raise ServerError(
+                f"The server at {self.client.address} ends completions after {short[0]} of {room} tokens; start it with "
+                "--generation-config vllm and without max_new_tokens in --override-generation-config."
+            )
         return made
 
     def _completion(self, choice: Mapping[str, Any], prompt: Prompt) -> Completion:
@@ -373,27 +387,3 @@ class ServerSampler:
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def is_wrong(error: ServerError) -> bool:
-    """True if the server has other weights than were sent, and was not started again meanwhile."""
-    return isinstance(error, AttestationError) and not isinstance(error, RestartedError)
-
-
-def refuse_unfit(
-    server: Server,
-    config: Any,
-    tokenizer: Any,
-    params: SamplingParams,
-    transport: Carrier,
-    *,
-    is_on_cuda: bool,
-    has_adapter: bool,
-) -> None:
-    """Raise the ConfigError that a ServerSampler would raise, by the model's configuration: before its weights are loaded."""
-    refuse_carrier(server, transport, is_on_cuda=is_on_cuda)
-    refuse_raw_logprobs(server, params)
-    refuse_other_model(server, config, tokenizer)
-    if not has_adapter:  # an adapter may travel alone
-        refuse_packed(server)
-        refuse_stale_head(server, config)

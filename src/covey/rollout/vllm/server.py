@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from covey.errors import ConfigError, ServerError
 from covey.files.bounded import read_json
+from covey.process.addresses import listens_everywhere
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.vllm.client import Client, NoAnswerError, RefusedError
+from covey.rollout.vllm.lifecycle import refuse_cold
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +28,10 @@ QUANTIZES_ITSELF = frozenset(
     {"fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "nvfp4_per_token", "experts_int8", "online"}
 )  # fmt: skip
 """Methods of `--quantization` by which vLLM 0.32 quantizes weights in floating point as they are loaded, and no checkpoint is quantized."""
-COLDEST = 0.01
-"""Lowest temperature above 0 at which vLLM draws; it raises lower ones to it."""
+SALTED = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+"""Stores of keys and values whose names have the salt of a request in them, so that none of other weights is read."""
+BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+"""Answers of a server or a proxy that takes no more requests now, as vLLM's with `--max-num-queued-reqs`."""
 DIGEST, RELOAD, RELOAD_FOLDER = "covey_digest", "covey_reload", "covey_reload_folder"
 JOIN, TRY, RECEIVE, SEES = "covey_join", "covey_try", "covey_receive", "covey_sees"
 """Methods of the worker extension in servers started by `covey serve-vllm`."""
@@ -57,6 +62,8 @@ class ServerInfo:
     """Type of its KV cache, such as fp8; `auto`: `dtype`."""
     drafts_by: str | None = None
     """Method by which it drafts tokens that its model then accepts or rejects (speculative decoding); None: it does not."""
+    connector: str | None = None
+    """Store of keys and values that it reads before it computes them; None: its own prefix cache alone."""
     takes_seeds: bool = True
     """False on a CPU that computes prompts in pieces: vLLM 0.32 would end at one with a seed."""
 
@@ -72,6 +79,8 @@ class Server:
 
     client: Client
     facts: ServerInfo
+    has_refused: bool = False
+    """True once it was too busy for a request, which is said once."""
 
     @staticmethod
     def connect(client: Client, seconds: float, check_stop: Any = lambda: None) -> Server:
@@ -79,7 +88,13 @@ class Server:
         client.wait_until_up(seconds, check_stop)
         if reason := _why_unfit(client):
             raise ConfigError(reason)
-        return Server(client, _read_info(client))
+        facts = _read_info(client)
+        if facts.connector not in (None, *SALTED):
+            raise ConfigError(
+                f"The server at {client.address} reads keys and values from {facts.connector}, also those that other weights computed; start it "
+                "without --kv-transfer-config."
+            )
+        return Server(client, facts)
 
     def expect_unchanged(self) -> None:
         """Raise ServerError for a server that was started again with other options than this run began with, or without endpoints for updates."""
@@ -157,7 +172,9 @@ class Server:
 
     def forget_prefixes(self) -> None:
         """Clear the prefix cache, which the previous weights computed."""
-        reply = self.client.post("/reset_prefix_cache", seconds=self.client.deadlines.finish)
+        reply = self.client.post(
+            "/reset_prefix_cache", query={"reset_external": True}, seconds=self.client.deadlines.finish
+        )
         if not (isinstance(reply, Mapping) and reply.get("success")):
             raise ServerError(
                 f"The server at {self.client.address} did not reset its prefix cache: requests still hold blocks of it."
@@ -178,6 +195,25 @@ class Server:
 
     def unload_adapter(self, name: str) -> None:
         self.client.post("/v1/unload_lora_adapter", {"lora_name": name}, seconds=self.client.deadlines.finish)
+
+    def when_free(self, ask: Callable[[], Any], label: str, over: Event) -> Any:
+        """The answer of `ask`, which is called again, until `over`, while a server with the weights `label` is too busy for a request."""
+        until = time.monotonic() + self.client.deadlines.generation
+        while True:
+            try:
+                return ask()
+            except RefusedError as error:
+                if error.status not in BUSY or time.monotonic() > until:
+                    raise
+                if not self.has_refused:
+                    logger.warning("%s It is asked again until it takes the request.", error)
+                self.has_refused = True
+                if self.version() != label:
+                    raise NoAnswerError(
+                        f"The server at {self.client.address} was started again amid a rollout."
+                    ) from error
+                if over.wait(1.0):
+                    raise
 
     def models(self) -> list[str]:
         reply = self.client.get("/v1/models")
@@ -227,6 +263,7 @@ def _read_info(client: Client) -> ServerInfo:
             quantization=model.get("quantization"),
             cache_dtype=str((config.get("cache_config") or {}).get("cache_dtype", "auto")),
             drafts_by=(config.get("speculative_config") or {}).get("method"),
+            connector=(config.get("kv_transfer_config") or {}).get("kv_connector"),
             takes_seeds=(config.get("device_config") or {}).get("device") != "cpu"
             or not (config.get("scheduler_config") or {}).get("enable_chunked_prefill", True),
             has_digest="covey" in str(parallel.get("worker_extension_cls") or "") and client.has("/collective_rpc"),
@@ -237,11 +274,11 @@ def _read_info(client: Client) -> ServerInfo:
         ) from error
 
 
-def refuse_other_model(server: Server, config: Any, tokenizer: Any) -> None:
+def refuse_other_model(server: Server, config: Any, tokenizer: Any, stop: Sequence[str] = ()) -> None:
     """Raise ConfigError where the server has another vocabulary than the model of this configuration or, as far as its folder can be
-    read here, another shape.
+    read here, another shape. `stop`: texts that it looks for in what it writes, with its own tokenizer.
     """
-    text = "Covey 12 + 30 = 42, résumé"
+    text = " ".join(("Covey 12 + 30 = 42, résumé", *stop))
     where, facts = server.client.address, server.facts
     if server.client.has("/tokenize"):
         request = {"model": facts.model, "prompt": text, "add_special_tokens": False}
@@ -256,7 +293,11 @@ def refuse_other_model(server: Server, config: Any, tokenizer: Any) -> None:
     read = read_json(stored, ConfigError) if stored.is_file() else {}
     mine, theirs = (_flat(each) if isinstance(each, dict) else {} for each in (config.to_dict(), read))
     shape = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
-    for name in (*shape, "rms_norm_eps", "rope_theta"):  # older files have some that newer ones have in `text_config`
+    for name in (
+        *shape,
+        "rms_norm_eps",
+        "rope_theta",
+    ):  # older files have some at the top that newer ones have in `text_config`
         if name in mine and theirs.get(name, mine[name]) != mine[name]:
             raise ConfigError(
                 f"The server at {where} serves another model: {facts.folder} has {name} {theirs[name]}, this run's model "
@@ -266,8 +307,13 @@ def refuse_other_model(server: Server, config: Any, tokenizer: Any) -> None:
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with the entries of `rope_parameters` at its top level, where older files have them."""
-    return {**(config.get("rope_parameters") or {}), **config}
+    """The text's part of a configuration, with the entries of `rope_parameters` at its top level, where older files have them."""
+    text = config.get("text_config") or config
+    return {
+        **(text.get("rope_parameters") or {}),
+        **text,
+        **{key: config[key] for key in config if key == "model_type"},
+    }
 
 
 def refuse_smaller_vocabulary(server: Server, config: Any) -> None:
@@ -297,18 +343,10 @@ def refuse_raw_logprobs(server: Server, params: SamplingParams) -> None:
             "log-probabilities of what is drawn; start it without --speculative-config."
         )
     is_plain = params.temperature in (0.0, 1.0) and not params.truncates and params.repetition_penalty == 1.0
-    if server.facts.logprobs_mode != "processed_logprobs" and not is_plain:
+    if server.facts.logprobs_mode not in ("processed_logprobs", *["raw_logprobs"] * is_plain):
         raise ConfigError(
             f"The server at {server.client.address} gives {server.facts.logprobs_mode}, which at this temperature or truncation are "
             "not those of the tokens' own distribution; start it with --logprobs-mode processed_logprobs."
-        )
-
-
-def refuse_cold(params: SamplingParams) -> None:
-    """Raise ConfigError for a temperature that vLLM raises: its log-probabilities would be those of another one."""
-    if 0 < params.temperature < COLDEST:
-        raise ConfigError(
-            f"temperature is {params.temperature}, and vLLM draws at no less than {COLDEST}; give that, or 0 for greedy decoding."
         )
 
 
@@ -349,19 +387,3 @@ def warn_if_exposed(server: Server) -> None:
             "weights and run code in it; start it with --host 127.0.0.1.",
             address,
         )
-
-
-def listens_everywhere(port: int) -> bool:
-    """True if a process of this machine listens on all its interfaces; False where the system does not say."""
-    import psutil
-
-    try:
-        connections = psutil.net_connections(kind="tcp")
-    except psutil.AccessDenied:  # macOS: root only
-        return False
-    return any(
-        connection.status == psutil.CONN_LISTEN
-        and connection.laddr.port == port
-        and connection.laddr.ip in ("0.0.0.0", "::")
-        for connection in connections
-    )

@@ -67,6 +67,11 @@ class RestartedError(AttestationError):
     """A server that was started again, so that it serves the weights of its folder."""
 
 
+def is_wrong(error: ServerError) -> bool:
+    """True if the server has other weights than were sent, and was not started again meanwhile."""
+    return isinstance(error, AttestationError) and not isinstance(error, RestartedError)
+
+
 @dataclass(eq=False)
 class Sync:
     """Weight updates of one server by one run, in order: `push` sends an update, `expect_current` verifies the last."""
