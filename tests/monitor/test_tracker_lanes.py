@@ -7,7 +7,9 @@ import socket
 import threading
 import time
 import urllib.request
+import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,21 @@ def test_a_tracker_that_fails_in_its_logs_alone_is_told_once_however_much_else_o
     assert [record.message for record in caplog.records if "Full" in record.message] == [
         "Full failed in on_log at step 1 (OSError: [Errno 28] No space left on device); training goes on, and metrics.jsonl has every number."
     ]
+
+
+def test_an_exception_that_a_tracker_raises_at_each_call_keeps_nothing_of_those_calls() -> None:
+    class Logs(dict[str, float]): ...
+
+    dead, queue = OSError(28, "No space left on device"), CallQueue("Full")
+
+    def on_log(logs: Logs) -> None:
+        raise dead  # as TensorBoard's writer does once its thread has died
+
+    logs = Logs()
+    kept = weakref.ref(logs)
+    queue.call("on_log at step 1", partial(on_log, logs))
+    del logs
+    assert kept() is None
 
 
 def test_a_tracker_that_uploads_finds_the_checkpoint_though_it_is_slow_and_the_next_save_deletes_it(

@@ -108,6 +108,7 @@ class CallQueue:
         try:
             call()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker is third-party code with a server
+            error.__traceback__ = None  # TensorBoard raises one exception at each call: it would keep the frames of all
             self._failed[kind] = self._failed.get(kind, 0) + 1
             was_failing, self._is_failing = self._is_failing, True
             if self._failed[kind] == 1 and not was_failing:
