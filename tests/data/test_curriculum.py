@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from covey import algorithms as alg
 from covey.data import Outcome, PromptStream, load, mix
+from covey.data.curriculum import order_of
 from covey.data.mixing import terms
 from covey.errors import DataError
 from covey.rewards import Scorer, reward_metrics
@@ -196,6 +198,34 @@ def test_a_column_of_a_mixture_is_read_once():
     data.__class__ = Counted
     stream(data, "difficulty")
     assert len(reads) < 10
+
+
+class Interleaved:
+    """Rows of two sets by turns."""
+
+    column_names = ("prompt", "dataset", "dataset_weight")
+
+    def __len__(self):
+        return 20_000
+
+    def __getitem__(self, key):
+        if isinstance(key, str):
+            return ["a", "b"] * 10_000 if key == "dataset" else [1.0] * 20_000
+        return {"prompt": f"{key} + 1 ="}
+
+
+def test_a_large_mixture_keeps_little_of_each_row_and_passes_outcomes_on_to_its_set():
+    data, solved = Interleaved(), Outcome(score=1.0, has_signal=False)
+    order_of(data, curriculum="none", seed=0, shuffle=True, block_size=1)
+    tracemalloc.start()
+    order = order_of(data, curriculum="none", seed=0, shuffle=True, block_size=1)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 60 * len(data)
+    order = order_of(data, curriculum="frontier", seed=0, shuffle=True, block_size=1)
+    order.learn({0: solved, 7: solved, 19_998: solved})
+    floor = {name: (part.weights() < 0.1).nonzero()[:, 0].tolist() for name, part in order._orders.items()}
+    assert floor == {"a": [0, 9_999], "b": [3]}
 
 
 @pytest.mark.parametrize("curriculum", ["none", "frontier"])

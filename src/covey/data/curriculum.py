@@ -1,6 +1,7 @@
 """Curricula: orders by difficulty, from a column or from the policy's outcomes. Also mixtures of several sets, and replay."""
 
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -183,7 +184,6 @@ class Mixture:
         total = sum(shares.values())
         self._shares = {name: weight / total for name, weight in shares.items()}
         self._places = places
-        self._where = {row: (name, local) for name, rows in places.items() for local, row in enumerate(rows)}
         self._orders = {
             name: _finite(_Part(dataset, rows), curriculum, seed + number, shuffle)
             for number, (name, rows) in enumerate(places.items())
@@ -207,10 +207,15 @@ class Mixture:
         """Pass on the outcomes of rows to the order of their set, where it adapts to them."""
         parts: dict[str, dict[int, Outcome]] = {}
         for row, outcome in outcomes.items():
-            name, local = self._where[row]
+            name, local = self._part_of(row)
             parts.setdefault(name, {})[local] = outcome
         for name, part in parts.items():
             pass_on(self._orders[name], "learn", part)
+
+    def _part_of(self, row: int) -> tuple[str, int]:
+        """The set of a row, and its place there."""
+        candidates = ((name, bisect_left(rows, row), rows) for name, rows in self._places.items())
+        return next((name, place) for name, place, rows in candidates if rows[place : place + 1] == [row])
 
     def state_dict(self) -> dict[str, Any]:
         return {
