@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import datasets
 import fsspec
 import pytest
 
 from covey.data import check_dataset, load
+from covey.data.loading import _with_system
 from covey.errors import DataError
 
 ROWS = [
@@ -134,6 +136,20 @@ def test_a_system_prompt_makes_messages_of_texts(tmp_path, streaming):
     first = next(iter(loaded))
     assert first["prompt"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 ="}]
     assert first["answer"] == "2"
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string"])
+def test_a_system_prompt_before_many_texts_makes_no_object_of_each(kind):
+    texts = [f"{i} + 1 = größer\n" for i in range(2500)]
+    rows = datasets.Dataset.from_dict({"prompt": texts, "answer": texts[::-1]})
+    rows = rows.cast_column("prompt", datasets.Value(kind)).select(range(2499, -1, -1))
+    expected = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}] for text in texts[::-1]]
+    tracemalloc.start()
+    made = _with_system(rows, "Be brief.", "rows")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 400 * len(texts)  # in Python; objects of each message take 900
+    assert (made["prompt"][:], made["answer"][:]) == (expected, texts)
 
 
 def test_a_second_system_message_is_refused(tmp_path):

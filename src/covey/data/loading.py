@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import datasets
+import numpy
+import pyarrow
 
 from covey.data.checks import check_dataset, row_of
 from covey.data.layouts import with_prompts
@@ -18,6 +20,7 @@ from covey.data.tables import column_set, mapped
 from covey.errors import DataError, did_you_mean
 from covey.files.places import refuse_scheme
 
+_BATCH = 1000
 _SPLIT = re.compile(r"^(?P<source>.+?):(?P<split>[A-Za-z_][\w.\-]*(\[[^\]]*\])?)$")
 
 
@@ -151,6 +154,21 @@ def _with_system(dataset: AnyDataset, system_prompt: str, name: str) -> AnyDatas
     if isinstance(dataset, datasets.IterableDataset):
         features = dataset.features
         return mapped(dataset, lambda row, index: add(as_written(row, features), index), ["prompt"], with_indices=True)
-    rows = (as_written({"prompt": prompt}, dataset.features) for prompt in dataset["prompt"][:])
-    added = column_set({"prompt": [add(row, index)["prompt"] for index, row in enumerate(rows)]})
+    if getattr(dataset.features["prompt"], "dtype", None) in ("string", "large_string"):
+        batches = dataset.select_columns("prompt").with_format("arrow").iter(_BATCH)
+        texts = (batch["prompt"].cast(pyarrow.string()).combine_chunks() for batch in batches)
+        chunks = [_after_system(each, system_prompt) for each in texts]
+        added = datasets.Dataset(pyarrow.table({"prompt": pyarrow.chunked_array(chunks)}))
+    else:
+        rows = (as_written({"prompt": prompt}, dataset.features) for prompt in dataset["prompt"][:])
+        added = column_set({"prompt": [add(row, index)["prompt"] for index, row in enumerate(rows)]})
     return datasets.concatenate_datasets([dataset.remove_columns("prompt"), added], axis=1)
+
+
+def _after_system(texts: Any, system_prompt: str) -> Any:
+    """[N] conversations of two messages, of [N] texts, in Arrow: a million take a second, and a minute as Python's objects."""
+    places = numpy.arange(2 * len(texts))
+    contents = pyarrow.concat_arrays([pyarrow.array([system_prompt]), texts])
+    columns = pyarrow.array(["system", "user"]).take(places % 2), contents.take(places % 2 * (places // 2 + 1))
+    messages = pyarrow.StructArray.from_arrays(columns, ["role", "content"])
+    return pyarrow.ListArray.from_arrays(numpy.arange(0, len(places) + 1, 2, dtype=numpy.int32), messages)
