@@ -10,7 +10,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from covey import GRPOTrainer
-from covey.errors import ConfigError, InvariantError
+from covey.errors import ConfigError, DataError, InvariantError
 from kit import tiny_model, tiny_tokenizer
 
 
@@ -105,6 +105,31 @@ def test_an_option_that_the_constructor_has_read_is_refused_afterwards(name, val
     with pytest.raises(ConfigError, match=f"^args.{name} was set on a trainer that is made already, which had read it"):
         one.train()
     assert not (tmp_path / "out" / "run.json").exists(), "before any work"
+
+
+@pytest.mark.parametrize(("name", "entry"), [("report_to", "wandb"), ("reward_weights", 2.0)])
+def test_a_list_of_an_option_that_is_changed_in_place_is_refused_too(name, entry, tmp_path):
+    one = trainer(tmp_path, **{name: [1.0] if name == "reward_weights" else []})
+    getattr(one.args, name).append(entry)
+    with pytest.raises(ConfigError, match=f"^args.{name} was set on a trainer that is made already, which had read it"):
+        one.train()
+
+
+def test_a_data_set_that_is_set_on_a_trainer_is_checked_at_once(tmp_path):
+    def wants_an_answer(completions, answer, **columns):
+        return [0.0] * len(completions)
+
+    one = trainer(tmp_path, wants_an_answer)
+    with pytest.raises(DataError, match="needs a column answer"):
+        one.train_dataset = Dataset.from_list([{"prompt": "a"}])
+    for name in ("train_dataset", "eval_dataset"):
+        with pytest.raises(DataError, match="no column 'prompt'"):
+            setattr(one, name, Dataset.from_list([{"question": "a"}]))
+        with pytest.raises(DataError, match="is a list, not a datasets.Dataset"):
+            setattr(one, name, [{"prompt": "a"}])
+    one.train_dataset = rows = Dataset.from_list(ROWS[:2])
+    assert list(one.train_dataset) == list(rows)
+    assert one.train().global_step
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def expect_runnable(config: GRPOConfig, args: Args, dataset: Any, held_out: Any)
     """Raise what the run would before its model is loaded, for rewards, their weights and columns, the curriculum and the evaluation set."""
     from covey.data.curriculum import order_of
     from covey.rewards import Scorer
-    from covey.training.build import checked_eval
+    from covey.training.datasets import checked_eval
 
     # environments and agents bring rewards and columns of their own
     is_agentic = any(args.get(name) for name in ("environment_factory", "agent", "rollout_func"))

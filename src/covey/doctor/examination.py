@@ -21,10 +21,11 @@ from covey.process.lean import set_seed
 from covey.process.memory import is_out_of_memory
 from covey.process.world import World
 from covey.training.agents import Agents
-from covey.training.build import advice_for, build_scorer, checked_dataset
+from covey.training.build import advice_for, build_scorer
 from covey.training.build_algorithm import build_algorithm
 from covey.training.build_learner import RunInputs
 from covey.training.build_sampler import engine_length
+from covey.training.datasets import checked_dataset
 from covey.training.loading import choose_factors, expect_engine, load_for_training
 
 AREAS = ("environment", "options", "data", "model", "rewards", "batches", "memory", "disk", "signal", "time")

@@ -15,7 +15,7 @@ from covey.algorithms.greedy import GreedyBaseline
 from covey.config import GRPOConfig
 from covey.config.combinations import expect_together, features_of
 from covey.config.grpo_config import batch_arithmetic
-from covey.data import PromptStream, check_dataset, num_embeddings
+from covey.data import PromptStream, num_embeddings
 from covey.data.media import MEDIA_COLUMNS
 from covey.ensembles import Ensemble
 from covey.ensembles.stages import checked_ensemble, ensemble_stages, load_ensemble
@@ -380,21 +380,3 @@ def build_evaluator(inputs: RunInputs, parts: Parts) -> Evaluator:
         seed=args.seed + 2**30,
         slices=Slices(args.metrics_by or ()),
     )
-
-
-def checked_eval(eval_dataset: Any, args: GRPOConfig) -> Any:
-    """The evaluation set, or every set of a dict, checked for prompts."""
-    if eval_dataset is None:
-        if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no":
-            raise ConfigError(
-                "eval_strategy asks for evaluations, but there is no eval_dataset; give one, or eval_strategy='no'."
-            )
-        return None
-    if isinstance(eval_dataset, Mapping):
-        return {name: checked_dataset(each, f"eval_dataset[{name!r}]", args) for name, each in eval_dataset.items()}
-    return checked_dataset(eval_dataset, "eval_dataset", args)
-
-
-def checked_dataset(dataset: Any, name: str, args: GRPOConfig) -> Any:
-    """The data set, checked for prompts, without the columns dropped by `remove_unused_columns`."""
-    return check_dataset(dataset, name, prompt_only=bool(args.remove_unused_columns))

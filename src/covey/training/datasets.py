@@ -11,11 +11,13 @@ from datasets import Dataset, IterableDataset
 from torch.utils import data as torch_data
 
 from covey.config import GRPOConfig
+from covey.data import check_dataset
 from covey.data.live import LiveDataset
 from covey.data.live.order import HeldOut
 from covey.data.order import permutation
 from covey.errors import ConfigError, DataError
 from covey.rewards.contract import ALWAYS, NOT_PASSED
+from covey.training.build_algorithm import check_columns
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,34 @@ def refuse_no_data(train_dataset: Any, eval_dataset: Any, args: GRPOConfig) -> N
             "train_dataset has a column %s, and rewards get what the run itself has by this name: none reads the column. Where one "
             "should, rename it (columns=, or --columns new=old).", replaced[0],
         )  # fmt: skip
+
+
+def checked_eval(eval_dataset: Any, args: GRPOConfig) -> Any:
+    """The evaluation set, or every set of a dict, checked for prompts."""
+    if eval_dataset is None:
+        if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no":
+            raise ConfigError(
+                "eval_strategy asks for evaluations, but there is no eval_dataset; give one, or eval_strategy='no'."
+            )
+        return None
+    if isinstance(eval_dataset, Mapping):
+        return {name: checked_dataset(each, f"eval_dataset[{name!r}]", args) for name, each in eval_dataset.items()}
+    return checked_dataset(eval_dataset, "eval_dataset", args)
+
+
+def checked_dataset(dataset: Any, name: str, args: GRPOConfig) -> Any:
+    """The data set, checked for prompts, without the columns dropped by `remove_unused_columns`."""
+    return check_dataset(dataset, name, prompt_only=bool(args.remove_unused_columns))
+
+
+def checked_late(trainer: Any, name: str, value: Any) -> Any:
+    """A `train_dataset` or `eval_dataset` that is set on a trainer that is made, checked as by the constructor."""
+    if name == "eval_dataset":
+        return checked_eval(value, trainer.args)
+    refuse_no_data(value, None, trainer.args)
+    checked = checked_dataset(value, name, trainer.args)
+    check_columns(trainer.args, checked, trainer.agents, trainer.scorer, trainer.algorithm)
+    return checked
 
 
 def finite(dataset: Any) -> Any:

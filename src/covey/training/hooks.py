@@ -16,8 +16,7 @@ from covey.process import lean
 from covey.process.world import World
 from covey.runs.disk import as_disk_errors
 from covey.runs.storage import REFUSALS
-from covey.training.build import checked_eval
-from covey.training.datasets import eval_loader, train_loader
+from covey.training.datasets import checked_eval, checked_late, eval_loader, train_loader
 
 HONOURED = frozenset(
     {
@@ -255,6 +254,9 @@ class TransformersInterface:
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_set_hook(self, name)
         refuse_idle_attribute(self, name, value)
+        is_data = name in ("train_dataset", "eval_dataset") and value is not getattr(self, name, None)
+        if is_data and value is not None and "_options_made_from" in vars(self):
+            value = checked_late(self, name, value)
         super().__setattr__(name, value)
         if (
             name in ("optimizer", "lr_scheduler") and not self.is_in_train

@@ -36,13 +36,11 @@ from covey.training.build import (
     build_parts,
     build_prompts,
     build_scorer,
-    checked_dataset,
-    checked_eval,
     ensemble_of,
 )
 from covey.training.build_algorithm import check_columns, check_teacher, choose_algorithm, expect_servers
 from covey.training.build_learner import RunInputs
-from covey.training.datasets import finite, loader_for_callbacks, refuse_no_data
+from covey.training.datasets import checked_dataset, checked_eval, finite, loader_for_callbacks, refuse_no_data
 from covey.training.evaluator import Evaluator, averaged, end_with_average
 from covey.training.hooks import expect_as_made, handler_of, is_overridden, optimizers_of, refuse_dead_hooks
 from covey.training.invariants import comparable_inputs, comparable_options, still_trained
@@ -135,7 +133,7 @@ class GRPOTrainer(TRLInterface):
         self.exit_code = self.started_at = 0
         """`started_at`: number of steps done before the last `train()`; above 0 for a resumed run."""
         self.callback_handler, self.trackers = handler_of(callbacks, self.args, self.model, self.processing_class)
-        self._options_made_from = dict(vars(self.args))
+        self._options_made_from = {k: v.copy() if isinstance(v, list | dict) else v for k, v in vars(self.args).items()}
         self._handed_over = {"tools": tools, "rollout_func": rollout_func, "agent": agent, "peft_config": peft_config,
             "environment_factory": environment_factory, "quantization_config": quantization_config}  # fmt: skip
         self.control = self.callback_handler.on_init_end(self.args, self.state, lean.TrainerControl())
