@@ -117,6 +117,47 @@ def test_a_run_whose_folder_another_run_has_taken_ends_without_touching_it(
     other.wait()
 
 
+def test_a_run_that_copies_its_own_folder_locks_it_again_at_its_next_line(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    shutil.copytree(run.path, tmp_path / "backup")  # which closes a descriptor of the lock
+    run.append_metrics(4, {"reward": 0.4})
+    assert locked_by_another(run.path) == 1, "in use"
+    run.close("finished")
+    assert logged(run.path) == [1, 2, 3, 4]
+    assert locked_by_another(run.path) == 0
+
+
+@pytest.mark.parametrize(
+    "words", ["RunFolder.create(Path.cwd()).describe(args={})", "lock = FolderLock(Path.cwd()); lock.take()"]
+)
+def test_a_run_whose_lock_another_process_got_ends_where_that_is_a_run(words: str, tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    shutil.copytree(run.path, tmp_path / "backup")
+    code = f"""
+import time
+from pathlib import Path
+from covey.runs import RunFolder
+from covey.runs.lock import FolderLock
+{words}
+Path({str(tmp_path)!r}, "has it").touch()
+while not Path({str(tmp_path)!r}, "seen").exists(): time.sleep(0.02)
+"""
+    with Forked("-c", code, cwd=run.path) as other:
+        until = time.monotonic() + 60
+        while not (tmp_path / "has it").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        if words.startswith("Run"):
+            with pytest.raises(RunFolderError, match="Another run has begun in .* ends after step 3"):
+                run.append_metrics(4, {"reward": 0.4})
+            assert logged(run.path) == []
+            assert logged(run.path / "previous-1") == [1, 2, 3]
+        else:
+            run.append_metrics(4, {"reward": 0.4})
+            assert logged(run.path) == [1, 2, 3, 4]
+        (tmp_path / "seen").touch()
+        other.wait(60)
+
+
 def test_a_file_in_the_place_of_the_folder_costs_records_and_not_the_run(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     shutil.rmtree(run.path)

@@ -155,7 +155,16 @@ class RunFolder:
             self._try("the folder of the run", self._make_again)
 
     def _is_lost(self) -> bool:
-        return self._lock.is_lost() or (bool(self._run_json) and is_absent(self.path / manifest.NAME))
+        if self._lock.is_lost() or not self._run_json:
+            return self._lock.is_lost()
+        path = self.path / manifest.NAME
+        return is_absent(path) or not (self._lock.is_held() or self._is_ours(manifest.read(path)))
+
+    def _is_ours(self, run_json: Mapping[str, Any] | None) -> bool:
+        """False for the `run.json` of another run, or of this one once another process has resumed it."""
+        ours = self._run_json
+        is_newer = run_json is not None and len(run_json.get("attempts") or []) > len(ours["attempts"])
+        return run_json is None or (run_json.get("id") == ours["id"] and not is_newer)
 
     def _make_again(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -164,7 +173,7 @@ class RunFolder:
         try:
             place = self._lock.retake()
             run_json = manifest.read(self.path / manifest.NAME)
-            if self._run_json and run_json is not None and run_json.get("id") != self._run_json["id"]:
+            if self._run_json and not self._is_ours(run_json):
                 raise RunFolderError(f"{self.path} holds another run.")
         except RunFolderError as error:
             self._is_closed = self._is_taken = True

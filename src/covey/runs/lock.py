@@ -10,6 +10,11 @@ from pathlib import Path
 from covey.errors import RunFolderError
 from covey.runs.storage import ABSENT, NotPlainError, kind_of, open_plain
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 NAME = ".lock"
 
 
@@ -32,33 +37,47 @@ class FolderLock:
         self.release()
 
     def take(self) -> None:
-        try:
-            import fcntl
-        except ImportError:
+        if fcntl is None:
             return
         if os.path.lexists(self.path) and (file := _identity(os.lstat(self.path))) in _LOCKED:
-            _LOCKED[file].append(_LOCKED[file][0])
             self._file = file
+            if not self.is_held():
+                self._file = None
+                raise self._in_use(_LOCKED[file][0])
+            _LOCKED[file].append(_LOCKED[file][0])
             return
         try:
             descriptor = open_plain(self.path, os.O_RDWR | os.O_CREAT)
         except NotPlainError as error:
             raise RunFolderError(f"{self.path} cannot be used ({error.strerror}); remove it.") from error
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            holder = os.read(descriptor, 100).decode(errors="replace").strip() or "unknown"
-            os.close(descriptor)
-            raise RunFolderError(
-                f"{self.path.parent} is in use: process {holder} trains in it now; choose another output_dir, or stop it."
-            ) from error
+            is_ours = _lock(descriptor)
         except OSError:  # a disk without locks
             os.close(descriptor)
             return
+        if not is_ours:
+            refusal = self._in_use(descriptor)
+            os.close(descriptor)
+            raise refusal
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} on {os.uname().nodename}".encode(), 0)
         self._file = _identity(os.fstat(descriptor))
         _LOCKED[self._file] = [descriptor]
+
+    def _in_use(self, descriptor: int) -> RunFolderError:
+        holder = os.pread(descriptor, 100, 0).decode(errors="replace").strip() or "unknown"
+        return RunFolderError(
+            f"{self.path.parent} is in use: process {holder} trains in it now; choose another output_dir, or stop it."
+        )
+
+    def is_held(self) -> bool:
+        """Lock the file once more: closing any descriptor of it, as a copy of the folder in this process does, has ended the lock.
+
+        False where another process has locked it since.
+        """
+        with suppress(OSError):  # a disk that does not answer
+            return self._file is None or _lock(_LOCKED[self._file][-1])
+        return True
 
     def is_lost(self) -> bool:
         """True if the locked file was deleted, moved away or replaced; False where a disk does not answer."""
@@ -88,6 +107,15 @@ class FolderLock:
     def release(self) -> None:
         _let_go(self._file)
         self._file = None
+
+
+def _lock(descriptor: int) -> bool:
+    """Take the POSIX lock of an open file, or keep it. False where another process has it; OSError on a disk without locks."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 def _let_go(file: tuple[int, int, int] | None) -> None:
