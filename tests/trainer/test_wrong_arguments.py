@@ -11,8 +11,8 @@ from covey.serving import read_traces
 WRONG = (3, -1.5, None, [3], {"x": 3}, object())
 URL = "http://localhost:1/v1"
 CALLS = {
-    "GRPOTrainer": (lambda value: covey.GRPOTrainer(value, "length"), "is no model"),
-    "Member": (covey.Member, "is no model"),
+    "GRPOTrainer": (lambda value: covey.GRPOTrainer(value, "length"), "model is of type"),
+    "Member": (covey.Member, "model is of type"),
     "NativeSampler": (lambda value: covey.NativeSampler(value, None), "is no loaded model"),
     "SFTTrainer": (lambda value: covey.SFTTrainer("demo", value), "takes a configuration of covey.sft_config"),
     "Run": (covey.Run, "is no path"),

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from covey.errors import ArgumentTypeError, DataError, ModelError, did_you_mean
+from covey.errors import ArgumentTypeError, ConfigError, DataError, ModelError, did_you_mean
 
 _FILES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".xz", ".bz2", ".safetensors", ".bin", ".gguf", ".pt", ".yaml", ".yml")  # fmt: skip
 _HUB_ID = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
@@ -78,9 +78,9 @@ def expect_path(name: str, value: object) -> Path:
 
 
 def expect_model(model: object) -> None:
-    """Raise ModelError for a number, a list, a mapping or None where a model is named or handed over."""
+    """Raise ConfigError for a number, a list, a mapping or None where a model is named or handed over."""
     if type(model).__module__ == "builtins" and not isinstance(model, str):
-        raise ModelError(f"model={model!r:.60} is no model; give a folder, a hub id, or a loaded model.")
+        raise ConfigError(f"model is of type {type(model).__name__}; give a folder, a hub id or a loaded model.")
 
 
 def _exists(text: str) -> bool:
