@@ -103,6 +103,7 @@ def no_folder(fake):
             r"whose weights are quantized \(awq\), and the run's weights cannot be loaded",
         ),
         (lambda fake: None, {"temperature": 0.005}, ConfigError, "vLLM draws at no less than 0.01"),
+        (lambda fake: None, {"temperature": 2.5}, ConfigError, "vLLM draws at no more than 2; give that or less"),
         (lambda fake: None, {"vllm_transport": "nccl"}, ConfigError, "the server computes on cpu"),
         (lambda fake: None, {}, ModelError, "could not be loaded"),
     ],

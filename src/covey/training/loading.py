@@ -29,7 +29,7 @@ from covey.models.modalities import load_processing
 from covey.process.cluster import expect_cluster
 from covey.rollout.on_ray import RAY_OPTION
 from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit
-from covey.rollout.vllm.lifecycle import refuse_cold
+from covey.rollout.vllm.lifecycle import refuse_temperature
 from covey.rollout.vllm.server import warn_of_server
 from covey.training.agents import Agents
 from covey.training.build_sampler import as_dict, sampling_params, vllm_length
@@ -70,7 +70,7 @@ def expect_engine(
         words: dict[str, object] = {"size": size, "processes": args.world_size}
         expect_together(*features_of(args), size > 1 and "tensor parallel", **words)
         expect_vllm()
-        refuse_cold(sampling_params(args))
+        refuse_temperature(sampling_params(args))
         return None
     address = Address.of(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
     deadlines = Deadlines.of(as_dict(args.vllm_deadlines))

@@ -27,7 +27,7 @@ from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import SamplingParams, update_metrics
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import check_finite, checked_eos_ids
-from covey.rollout.vllm.lifecycle import NEVER, Sleep, refuse_cold
+from covey.rollout.vllm.lifecycle import NEVER, Sleep, refuse_temperature
 from covey.rollout.vllm.plain_layers import plain_config, refuse_unmerged
 from covey.rollout.vllm.weights import Source, write_weights
 from covey.rollout.vllm.worker.covey_media import engine_input, name_of
@@ -151,7 +151,7 @@ class VLLMSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
-        refuse_cold(params)
+        refuse_temperature(params)
         encoded = as_prompts(prompts, self.tokenizer, self.context, n=n)
         refuse_loose_places(encoded, self.banned)
         return self._groups(encoded, n, params)

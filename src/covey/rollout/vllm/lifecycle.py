@@ -1,4 +1,4 @@
-"""Sleep mode of a vLLM engine as a state machine, where level 2 drops the weights, the bias that bans a token, and the lowest temperature."""
+"""Sleep mode of a vLLM engine as a state machine, where level 2 drops the weights, the bias that bans a token, and the limits of temperatures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ State = Literal["awake", "asleep(1)", "asleep(2)", "weights are back", "synced"]
 
 NEVER = -100.0
 """Logit bias of a token that no completion may hold; OpenAI's interface takes no lower one."""
-COLDEST = 0.01
-"""Lowest temperature above 0 at which vLLM draws; it raises lower ones to it."""
+COLDEST, HOTTEST = 0.01, 2.0
+"""Lowest temperature above 0 at which vLLM draws, to which it raises lower ones, and the highest that it takes."""
 
 
 @dataclass(eq=False)
@@ -73,9 +73,13 @@ class Sleep:
             )
 
 
-def refuse_cold(params: SamplingParams) -> None:
-    """Raise ConfigError for a temperature that vLLM raises: its log-probabilities would be those of another one."""
+def refuse_temperature(params: SamplingParams) -> None:
+    """Raise ConfigError for a temperature that vLLM raises, so that its log-probabilities would be those of another one, or refuses."""
     if 0 < params.temperature < COLDEST:
         raise ConfigError(
             f"temperature is {params.temperature}, and vLLM draws at no less than {COLDEST}; give that, or 0 for greedy decoding."
+        )
+    if params.temperature > HOTTEST:
+        raise ConfigError(
+            f"temperature is {params.temperature}, and vLLM draws at no more than {HOTTEST:g}; give that or less, or leave use_vllm out."
         )

@@ -16,7 +16,7 @@ from covey.files.bounded import read_json
 from covey.process.addresses import listens_everywhere
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.vllm.client import Client, NoAnswerError, RefusedError
-from covey.rollout.vllm.lifecycle import refuse_cold
+from covey.rollout.vllm.lifecycle import refuse_temperature
 
 logger = logging.getLogger(__name__)
 
@@ -336,7 +336,7 @@ def refuse_raw_logprobs(server: Server, params: SamplingParams) -> None:
     """Raise ConfigError if the server's log-probabilities are not those of the sampled distribution: raw ones, of a raised temperature, or
     of drafted tokens on a CPU, where vLLM 0.32 answers HTTP 400.
     """
-    refuse_cold(params)
+    refuse_temperature(params)
     if server.facts.drafts_by is not None and server.facts.device == "cpu" and not params.is_greedy:
         raise ConfigError(
             f"The server at {server.client.address} drafts tokens ({server.facts.drafts_by}), and vLLM on a CPU then gives no "
