@@ -42,7 +42,7 @@ ELSEWHERE = {"curriculum", "dynamic_sampling"}
 OPTIONS = [name for group in ("sampling", "vLLM") for name in GROUPS[group] if name not in ELSEWHERE]
 OTHER: dict[str, Any] = {
     "agent_timeout_seconds": 9.0, "cuda_graphs": True, "episode_timeout_seconds": 3.0, "generation_kwargs": {"stop": ["x"]},
-    "max_tool_calling_iterations": 3, "min_p": 0.1, "rollout_device": "meta", "rollout_dtype": "bfloat16", "rollout_max_rows": 4,
+    "max_tool_calling_iterations": 3, "thinking_token_budget": 7, "min_p": 0.1, "rollout_device": "meta", "rollout_dtype": "bfloat16", "rollout_max_rows": 4,
     "vllm_deadlines": {"pause": 7}, "vllm_directory": "elsewhere", "vllm_max_model_length": 64, "vllm_server_host": "localhost",
     "vllm_server_base_url": "http://localhost:8000", "vllm_structured_outputs_regex": "a+", "vllm_transport": "gloo",
 }  # fmt: skip

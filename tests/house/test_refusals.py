@@ -43,6 +43,7 @@ WORDS = {
     "device_map": r"\bdevice_map\b",
     "mixture of experts": r"\bexperts?\b",
     "router_replay": r"\brouter_replay\b",
+    "thinking budget": r"\bthinking_token_budget\b",
     "regular expression": r"\bvllm_structured_outputs_regex\b",
     "several beams": r"\bbeams\b",
     "tensor parallel": r"tensor_parallel|\btp_size\b",

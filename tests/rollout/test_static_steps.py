@@ -25,6 +25,7 @@ from covey.rollout.graph_scheduler import GraphScheduler, LateCount
 from covey.rollout.kv_cache import LayerShape
 from covey.rollout.softmax_attention import HIDDEN, ScoreRule
 from covey.rollout.static_kv_cache import NEVER, StaticKVCache, bucket, columns_for, rows_for
+from covey.rollout.thinking import ThinkingBudget
 from kit import tiny_model, tiny_tokenizer
 
 
@@ -112,10 +113,15 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is_written_and_is_not_tried_a
     )
 
 
-def test_an_environment_answers_between_static_steps(tokenizer):
+@pytest.mark.parametrize("has_budget", [False, True])
+def test_an_environment_answers_between_static_steps(tokenizer, has_budget):
+    """Also one that opens thoughts again, which a budget closes."""
     model, params = writer(), SamplingParams(max_tokens=60, seed=3)
     answer = tokenizer("42 ")["input_ids"]
     replies = lambda turns: [answer if len(turn.token_ids) < 40 else None for turn in turns]
+    if has_budget:
+        answer = tokenizer("<think>")["input_ids"]
+        replies = ThinkingBudget.of(tokenizer, 4, replies)
     expected = collect(NativeSampler(model, tokenizer, dtype="float32", environment=replies), PROMPTS[:5], 3, params)
     steps = Captured(record)
     groups = collect(sampler_of(model, tokenizer, steps, environment=replies, max_rows=9), PROMPTS[:5], 3, params)
@@ -124,6 +130,7 @@ def test_an_environment_answers_between_static_steps(tokenizer):
     masks = [[c.mask.tolist() for c in group.completions] for group in groups]
     assert masks == [[c.mask.tolist() for c in group.completions] for group in expected]
     assert any(not all(mask) for group in masks for mask in group)
+    assert any("\n</think>\n\n" in c.text for group in groups for c in group.completions) == has_budget
 
 
 def test_rows_that_have_ended_wait_until_some_can_be_taken_out_together(tokenizer):

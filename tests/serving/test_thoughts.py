@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from covey.environments.thoughts import ThoughtMarks, ThoughtStream, thought_marks
+from covey.data.thoughts import ThoughtMarks, ThoughtStream, thought_marks
 from covey.rollout import NativeSampler
 from covey.serving import Endpoint, episodes_of
 from covey.serving.sessions import Session, Sessions

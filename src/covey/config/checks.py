@@ -215,8 +215,19 @@ def refuse_contradictions(config: Any, changed: Mapping[str, Any]) -> None:
     clip = config.reward_clip
     if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
         raise ConfigError(f"reward_clip={clip!r} is no range; give the lowest and the highest value, such as [-5, 5].")
+    budget, most = config.thinking_token_budget, _sampling_limit(config)
+    if budget is not None and budget >= most:
+        raise ConfigError(
+            f"thinking_token_budget={budget} leaves no token of max_completion_length={most} for an answer; lower it or raise the other."
+        )
     _refuse_bad_correction(config)
     _refuse_bad_evaluation(config)
+
+
+def _sampling_limit(config: Any) -> int:
+    """Most tokens of a completion; `generation_kwargs` take precedence."""
+    extra = config.generation_kwargs if isinstance(config.generation_kwargs, Mapping) else {}
+    return int(extra.get("max_new_tokens", extra.get("max_tokens", config.max_completion_length)))
 
 
 def warn_of_levels(config: Any) -> None:
@@ -331,6 +342,8 @@ def settle_sampler(config: Any) -> None:
             f"vllm_structured_outputs_regex={config.vllm_structured_outputs_regex!r} cannot be honoured without vLLM: set use_vllm=True, "
             "or score the format with a reward."
         )
+    is_constrained = config.vllm_structured_outputs_regex is not None
+    expect_together(config.thinking_token_budget and "thinking budget", is_constrained and "regular expression")
 
 
 def settle_asynchrony(config: Any) -> None:

@@ -46,6 +46,7 @@ VARIANTS = {
     "device_map": "`model_init_kwargs` with a `device_map` over several devices",
     "mixture of experts": "a model that routes tokens to experts",
     "router_replay": "`router_replay: R3`",
+    "thinking budget": "`thinking_token_budget`",
     "tensor parallel": "`vllm_tensor_parallel_size` above 1",
     "separate critic": "`alg.ppo(critic_model='separate')`",
     "_calculate_rewards": "a trainer that overrides it",
@@ -159,6 +160,16 @@ REFUSALS = (
     Refusal(
         ("router_replay", "vLLM server or vLLM in process or transformers or generate"),
         "router_replay='R3' needs the experts of each token, which Covey's own engine records and {writer} does not; leave one of them out.",
+    ),
+    Refusal(
+        ("thinking budget", "agent or rollout_func"),
+        "thinking_token_budget closes thoughts while the run's sampler writes, and an agent or a rollout_func asks for its own "
+        "completions; leave it out, and bound their thoughts there.",
+    ),
+    Refusal(
+        ("thinking budget", "regular expression"),
+        "thinking_token_budget closes thoughts in the middle of a completion, where vllm_structured_outputs_regex would begin anew; leave "
+        "one of them out.",
     ),
     Refusal(
         ("vLLM in process", "tensor parallel", _SEVERAL),
@@ -314,5 +325,6 @@ def features_of(args: Any) -> list[str]:
         "transformers": args.rollout_backend == "transformers",
         "asynchronous": args.async_rollouts,
         "average": args.ema_decay is not None or args.soup_steps is not None,
+        "thinking budget": args.thinking_token_budget is not None,
     }
     return [name for name, acts in active.items() if acts]

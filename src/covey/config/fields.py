@@ -89,6 +89,9 @@ class Options:
         "More sampling options by name; they win over the options above.", group="sampling")
     max_tool_calling_iterations: int | None = option(None,
         "Most rounds of tool calls in one completion; unset: no limit.", group="sampling", at_least=0)
+    thinking_token_budget: int | None = option(None,
+        "Tokens after which thoughts that are still open are closed by </think> or the model's own mark; unset: no limit.",
+        group="sampling", at_least=1)
     episode_timeout_seconds: float | None = option(None,
         "Seconds after which a completion with tools ends at its next call; unset: no limit.", group="sampling", above=0)
     agent_timeout_seconds: float = option(600.0,

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from covey.data.rendering import rewritten
+from covey.data.thoughts import last_word
 from covey.files.bounded import MOST_DEPTH, json_depth, whole_characters
 
 NAME, KEYS, VALUES = "qxname", ("qxkeya", "qxkeyb"), ("qxvaluea", "qxvalueb")
@@ -93,19 +94,6 @@ def tagged_form(body: str) -> Callable[[str], tuple[str, list[WrittenCall]]] | N
     key_closes = key_closes.strip()
     closer = last_word(body[last + len(VALUES[1]) :].strip().removeprefix(closes), first=True)
     return _TaggedCalls(last_word(body[:name]), opens, key_closes, closes, closer, around)
-
-
-def last_word(text: str, *, first: bool = False) -> str:
-    """The last tag or word before a call (`first`: the first one after it), which marks it. Empty where there is none."""
-    text = text.strip()
-    if first:
-        match = re.match(r"<[^<>]*>|\[[^\[\]]*\]|\S+", text)
-        return match.group() if match else ""
-    if text.endswith("]") and "[" in text:
-        return text[text.rfind("[") :]
-    if "<" in text:
-        return text[text.rfind("<") :]
-    return text.split()[-1] if text else ""
 
 
 def _json_values(text: str) -> list[tuple[int, Any, int]]:

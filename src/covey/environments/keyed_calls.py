@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from covey.environments.call_forms import KEYS, NAME, VALUES, WrittenCall, last_word, literal, writable
+from covey.data.thoughts import last_word
+from covey.environments.call_forms import KEYS, NAME, VALUES, WrittenCall, literal, writable
 
 _MOST_CLOSERS = 64
 """Brackets at which a list or an object of Python is looked for to end."""

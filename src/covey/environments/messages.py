@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from covey.data.rendering import THOUGHT_FIELDS, content_text
+from covey.data.thoughts import message_thoughts, thought_marks
 from covey.environments.call_forms import WrittenCall, read_json
-from covey.environments.thoughts import message_thoughts, thought_marks
 from covey.types import Completion, Group, Message, Prompt
 
 _CHANNEL_MESSAGE = re.compile(

@@ -10,6 +10,7 @@ from typing import Any
 
 from covey.data import chat_ids
 from covey.data.media import Kind, media_prompt, parts_of
+from covey.data.thoughts import thought_marks
 from covey.environments.call_forms import (
     ID,
     KEYS,
@@ -26,7 +27,6 @@ from covey.environments.call_forms import (
 )
 from covey.environments.keyed_calls import keyed_form
 from covey.environments.messages import parsed_response, read_channels, thoughts_in, thoughts_of, without_specials
-from covey.environments.thoughts import thought_marks
 from covey.errors import ModelError, message_of
 from covey.rollout.environments import Answer
 from covey.types import Media, Message

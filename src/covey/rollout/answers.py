@@ -14,6 +14,7 @@ from covey.rollout.forward import Forward, ModulesForward, plain_cache
 from covey.rollout.kv_cache import KVCache, rounded
 from covey.rollout.requests import LIMIT, OUTPUT_ROW, POSITION, SLOT, TOKEN, WRITTEN, RunningGroup
 from covey.rollout.softmax_attention import HIDDEN
+from covey.rollout.thinking import ThinkingBudget
 from covey.types import Prompt
 
 FEWEST, ENOUGH, BLOCK = 8, 64, 64
@@ -32,6 +33,7 @@ class Rows(Protocol):
     prefill_tokens: int
     num_rows: int
     rows: Tensor
+    live: Tensor
     tokens: Tensor
     logprobs: Tensor
     replies: Tensor | None
@@ -49,6 +51,8 @@ def answer_rows(scheduler: Rows, stops: Tensor) -> Tensor:
     continues = torch.zeros_like(stops)
     ended = stops.nonzero().squeeze(-1).tolist()
     environment, table = scheduler.environment, scheduler.replies
+    if isinstance(environment, ThinkingBudget) and table is not None:
+        _close_thoughts(scheduler, environment, table, ~stops & scheduler.live[: len(stops)])
     if not ended or environment is None or table is None:
         return continues
     columns, answers = scheduler.rows[:, ended].T.tolist(), dict[int, Sequence[int]]()
@@ -70,6 +74,22 @@ def answer_rows(scheduler: Rows, stops: Tensor) -> Tensor:
     if answers and takes_answers(scheduler.forward):
         _enter_answers(scheduler, answers)
     return continues
+
+
+def _close_thoughts(scheduler: Rows, budget: ThinkingBudget, table: Tensor, goes_on: Tensor) -> None:
+    """Write the closing mark, as the next tokens, into the `table` of rows that go on and have just used up their budget in thoughts."""
+    rows, closing = scheduler.rows[:, : scheduler.num_rows], budget.closing
+    start = rows[WRITTEN] - budget.tokens
+    behind_reply = (start > 0) & (table[rows[OUTPUT_ROW], (start - 1).clamp(min=0)] >= 0)
+    for row in (((start == 0) | behind_reply) & goes_on & (rows[WRITTEN] < rows[LIMIT])).nonzero().flatten().tolist():
+        column = rows[:, row].tolist()
+        output_row, written, begin = column[OUTPUT_ROW], column[WRITTEN], column[WRITTEN] - budget.tokens
+        ids = scheduler.tokens[output_row, :written].tolist()
+        prompt = scheduler.open[column[SLOT]].request.prompt.token_ids
+        is_one_turn = bool((table[output_row, begin : written + 1] < 0).all())
+        if is_one_turn and budget.is_thinking([*prompt, *ids[:begin]], ids[begin:]):
+            cut = torch.tensor(closing[: column[LIMIT] - written], dtype=torch.int64)
+            table[output_row, written : written + len(cut)] = cut
 
 
 def _enter_seen(scheduler: Rows, row: int, column: list[int], answer: Answer) -> None:

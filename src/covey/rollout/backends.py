@@ -20,6 +20,7 @@ from covey.rollout.hf import TransformersSampler, Way
 from covey.rollout.prompts import PromptLike, as_prompts
 from covey.rollout.sampler import SamplingParams, TokenSampler
 from covey.rollout.sampling import fresh_seed
+from covey.rollout.thinking import ThinkingBudget
 from covey.rollout.turns import TurnSampler
 from covey.rollout.vllm import ServerSampler, VLLMSampler
 from covey.rollout.whole_keys import WholeKeysForward
@@ -91,7 +92,7 @@ class SplitSampler(NativeSampler):
                 float32_head=self.float32_head,
                 check_stop=self.check_stop,
             )
-            self._other = with_turns(plain, self.environment, self.tokenizer, self.model)
+            self._other = with_turns(plain, self.tokenizer, self.model, self.environment)
         self._other.load(self.model, self.version)
         yield from self._other.sample(seen, n, params)
         rest = [prompt for prompt in prompts if not any(prompt is other for other in seen)]
@@ -100,14 +101,22 @@ class SplitSampler(NativeSampler):
 
 
 def choose_sampler(
-    model: Any, tokenizer: Any, *, eos_ids: Sequence[int] | None = None, backend: Backend = "auto", **options: Any
+    model: Any,
+    tokenizer: Any,
+    *,
+    eos_ids: Sequence[int] | None = None,
+    backend: Backend = "auto",
+    thinking_tokens: int | None = None,
+    **options: Any,
 ) -> TokenSampler:
     """The fastest sampler that is exact for this model.
 
     `auto` takes the native engine and falls back to plain transformers with a warning that names the reason;
     `native` raises `Unsupported` instead. Each is tried, and ModelError raised if none gives a plain forward's
-    log-probabilities. `options` go to the constructor of the chosen sampler.
+    log-probabilities. `options` go to the constructor of the chosen sampler. `thinking_tokens`: see `ThinkingBudget`.
     """
+    if thinking_tokens is not None:
+        options["environment"] = ThinkingBudget.of(tokenizer, thinking_tokens, options.get("environment"))
     if backend not in get_args(Backend):
         raise ConfigError(f"sampler backend {backend!r} does not exist; take one of {', '.join(get_args(Backend))}.")
     if backend not in ("auto", "native"):
@@ -121,7 +130,7 @@ def choose_sampler(
         chosen = make[backend](model, tokenizer, eos_ids=eos_ids, **options)
         if backend in ("transformers", "generate"):
             logger.warning("Completions are written by plain transformers, as asked. %s", price(chosen, model))
-        return with_turns(chosen, environment, tokenizer, model)
+        return with_turns(chosen, tokenizer, model, environment)
     try:
         return _native(model, tokenizer, eos_ids, backend, options)
     except Unsupported as reason:
@@ -142,11 +151,19 @@ def choose_sampler(
             UserWarning,
             stacklevel=2,
         )
-        return with_turns(plain, options.get("environment"), tokenizer, model)
+        return with_turns(plain, tokenizer, model, options.get("environment"))
 
 
-def with_turns(sampler: TokenSampler, environment: Environment | None, tokenizer: Any, model: Any) -> TokenSampler:
-    """The sampler, whose completions the environment may answer, turn by turn."""
+def with_turns(
+    sampler: TokenSampler,
+    tokenizer: Any,
+    model: Any,
+    environment: Environment | None = None,
+    thinking_tokens: int | None = None,
+) -> TokenSampler:
+    """The sampler, whose completions the environment may answer, turn by turn, with a budget for the thoughts of each turn."""
+    if thinking_tokens is not None:
+        environment = ThinkingBudget.of(tokenizer, thinking_tokens, environment)
     if environment is None:
         return sampler
     context = getattr(sampler, "context", None) or context_limit(unwrapped(model))

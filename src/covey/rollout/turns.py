@@ -16,6 +16,7 @@ from covey.rollout.environments import Answer, Environment, Turn, replies
 from covey.rollout.prompts import PromptLike
 from covey.rollout.sampler import Sampler, SamplingParams
 from covey.rollout.sampling import fresh_seed
+from covey.rollout.thinking import ThinkingBudget
 from covey.types import Completion, Finish, Group, Media, Prompt
 
 
@@ -38,14 +39,16 @@ class _Writing:
     finish: Finish | None = None
     media: Media | None = None
     """Images, sounds and videos of prompt and replies, where a reply has any."""
+    is_checked: bool = False
+    """True if the thoughts of the turn were closed within their budget."""
 
     @property
     def left(self) -> int:
         return self.limit - len(self.ids)
 
-    def add(self, turn: Completion) -> None:
-        """Add a turn of the model, cut at the limit."""
-        cut = turn.token_ids[: self.left].tolist()
+    def add(self, turn: Completion, count: int | None = None) -> None:
+        """Add a turn of the model, cut at the limit; or its first `count` tokens, behind which it goes on."""
+        cut = turn.token_ids[: self.left if count is None else count].tolist()
         if not self.spans or self.spans[-1][1] != turn.version:
             self.spans.append((len(self.ids), turn.version))
         if turn.logprobs is None or self.logprobs is None:
@@ -55,6 +58,8 @@ class _Writing:
         self.turns += 1
         self.ids += cut
         self.mask += [True] * len(cut)
+        if count is not None:
+            return
         if turn.finish != "stop" or len(cut) < turn.num_tokens:
             self.finish = "length" if len(cut) < turn.num_tokens else turn.finish
         elif not self.left:
@@ -65,6 +70,7 @@ class _Writing:
         if reply is None:
             self.finish = "stop"
             return
+        self.is_checked = False
         answer = reply.cut(self.left, banned)
         cut = list(answer.token_ids)
         if answer.media is not None:
@@ -114,6 +120,7 @@ class TurnSampler:
         """`context`: most tokens of prompt and completion together; None: no limit. `banned`: ids that no reply holds."""
         self.sampler, self.environment, self.tokenizer, self.context = sampler, environment, tokenizer, context
         self.banned = banned
+        self.budget = environment if isinstance(environment, ThinkingBudget) else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["sampler"], name)
@@ -132,7 +139,8 @@ class TurnSampler:
     def _groups(self, prompts: list[Prompt], n: int, params: SamplingParams) -> Iterator[Group]:
         limits = [min(params.max_tokens, (self.context or 2**62) - len(prompt.token_ids)) for prompt in prompts]
         rows = [[_Writing((i, g), prompt, limits[i]) for g in range(n)] for i, prompt in enumerate(prompts)]
-        drawn = self.sampler.sample(prompts, n, params)
+        limited = params if self.budget is None else self._limited([group_rows[0] for group_rows in rows], params)
+        drawn = self.sampler.sample(prompts, n, limited)
         turns: dict[str, list[list[_Writing]]] = {}
         for prompt, group_rows in zip(prompts, rows, strict=True):
             turns.setdefault(prompt.uid, []).append(group_rows)
@@ -140,7 +148,7 @@ class TurnSampler:
         while True:
             for group in drawn:
                 ended = turns[group.prompt.uid].pop(0)
-                self._advance(ended, group.completions)
+                self._advance(ended, group.completions, limited.max_tokens)
                 i = ended[0].place[0]
                 if all(row.finish is not None for row in rows[i]):
                     yield Group(prompt=prompts[i], completions=tuple(row.completion(self.tokenizer) for row in rows[i]))
@@ -149,13 +157,31 @@ class TurnSampler:
                 return
             further = [row.continuation() for row in running]
             turns = {prompt.uid: [[row]] for prompt, row in zip(further, running, strict=True)}
-            drawn = go_on(further, 1, replace(params, max_tokens=max(row.left for row in running)))
+            limited = self._limited(running, params)
+            drawn = go_on(further, 1, limited)
 
-    def _advance(self, rows: Sequence[_Writing], turns: Sequence[Completion]) -> None:
-        """Add these turns and the environment's replies."""
-        for row, turn in zip(rows, turns, strict=True):
-            row.add(turn)
-        self._answer([row for row in rows if row.finish is None])
+    def _limited(self, rows: Sequence[_Writing], params: SamplingParams) -> SamplingParams:
+        """Parameters of one more turn of these rows: none is asked for more tokens than its room, or than the budget of its thoughts."""
+        of_thoughts = lambda row: row.left if self.budget is None or row.is_checked else self.budget.tokens
+        return replace(params, max_tokens=max(1, *(min(row.left, of_thoughts(row)) for row in rows)))
+
+    def _advance(self, rows: Sequence[_Writing], turns: Sequence[Completion], most: int) -> None:
+        """Add these turns, of at most `most` tokens, and the environment's replies."""
+        is_over = [self._add(row, turn, most) for row, turn in zip(rows, turns, strict=True)]
+        self._answer([row for row, ends in zip(rows, is_over, strict=True) if ends and row.finish is None])
+
+    def _add(self, row: _Writing, turn: Completion, most: int) -> bool:
+        """Add a turn. False where it goes on: its thoughts were closed, or it was asked for fewer tokens than it has room for."""
+        goes_on = turn.finish == "length" and most <= turn.num_tokens < row.left
+        budget, count = self.budget, turn.num_tokens - (turn.finish == "stop")
+        if budget is not None and not row.is_checked and budget.tokens <= count and budget.tokens < row.left:
+            if budget.is_thinking([*row.prompt.token_ids, *row.ids], turn.token_ids[: budget.tokens].tolist()):
+                row.add(turn, budget.tokens)
+                row.answer(Answer(budget.closing), self.banned)
+                return False
+            row.is_checked = True
+        row.add(turn, turn.num_tokens if goes_on else None)
+        return not goes_on
 
     def _answer(self, rows: Sequence[_Writing]) -> None:
         turns = [Turn.of(row.prompt, row.place[1], row.ids, row.mask, self.tokenizer) for row in rows]

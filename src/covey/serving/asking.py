@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from covey.data import num_embeddings
-from covey.environments.thoughts import thought_marks
+from covey.data.thoughts import thought_marks
 from covey.errors import CoveyError, did_you_mean
 from covey.models import context_limit, unwrapped
 from covey.models.modalities import banned_ids, refuse_loose_places

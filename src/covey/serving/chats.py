@@ -9,9 +9,9 @@ from typing import Any
 
 from covey.data import chat_ids
 from covey.data.rendering import THOUGHT_FIELDS
+from covey.data.thoughts import ThoughtMarks, without_refused_thoughts
 from covey.environments import Template
 from covey.environments.messages import has_form
-from covey.environments.thoughts import ThoughtMarks, without_refused_thoughts
 from covey.errors import DataError, ModelError
 from covey.serving.content import MediaReader, content_of
 from covey.serving.errors import bad

@@ -10,7 +10,7 @@ from typing import Any
 from covey.data.media import SOUND, items_of, media_prompt, open_image, open_sound, open_video, png, with_items
 from covey.data.media.files import from_base64
 from covey.data.rendering import for_endpoint
-from covey.environments.thoughts import without_refused_thoughts
+from covey.data.thoughts import without_refused_thoughts
 from covey.errors import DataError
 from covey.serving.errors import bad
 from covey.types import Message, Prompt

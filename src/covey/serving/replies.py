@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-from covey.environments.thoughts import ThoughtStream, beginning_of
+from covey.data.thoughts import ThoughtStream, beginning_of
 from covey.rollout.live import Top
 from covey.serving.asking import APIRequest
 from covey.serving.engine import Ended, Ticket, Token

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from covey.environments.thoughts import message_thoughts, without_thoughts
+from covey.data.thoughts import message_thoughts, without_thoughts
 from covey.rollout import SamplingParams
 from covey.serving.asking import APIRequest
 from covey.serving.engine import Call, PromptRequest

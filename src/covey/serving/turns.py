@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from covey.data.thoughts import ThoughtMarks, message_thoughts
 from covey.environments import Template
 from covey.environments.call_forms import WrittenCall, typed_call
 from covey.environments.messages import message_in, without_specials
-from covey.environments.thoughts import ThoughtMarks, message_thoughts
 
 _ASK = {"role": "user", "content": "qxquestion"}
 

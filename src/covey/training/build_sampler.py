@@ -121,7 +121,8 @@ def sampler_options(
         return {**options, "backend": "generate", "generate": others}
     if args.rollout_backend == "vllm":
         precision = {} if args.vllm_mode == "server" else {"dtype": options.get("dtype", "auto")}
-        return {"backend": vllm_backend(args), **vllm_options(args, world, server, example), **precision}
+        options = {"backend": vllm_backend(args), **vllm_options(args, world, server, example), **precision}
+        return options | thinking_options(args)
     if args.rollout_backend == "transformers":
         return {**options, "backend": "transformers"}
     choices = {
@@ -138,7 +139,13 @@ def computing_options(args: GRPOConfig, world: World) -> dict[str, Any]:
     dtype = _dtype(args, world)
     options: dict[str, Any] = {"max_rows": args.rollout_max_rows}
     options |= {} if dtype == "auto" else {"dtype": dtype}
+    options |= thinking_options(args)
     return options | ({"float32_head": True} if args.cast_lm_head_to_fp32 else {})
+
+
+def thinking_options(args: GRPOConfig) -> dict[str, int]:
+    """Argument of `choose_sampler` for the budget of thoughts."""
+    return {} if args.thinking_token_budget is None else {"thinking_tokens": args.thinking_token_budget}
 
 
 def _refuse_replay(args: GRPOConfig, others: Mapping[str, Any]) -> None:
@@ -229,9 +236,9 @@ def sampler_ahead(
     drives = lambda make: agents.sampler(make, more, tokenizer, eos_ids, None, is_ahead=True)
     held: dict[str, Any] = {"keeps_columns": agents.reads_rows, "forget": agents.forget} | _repeats(args)
     if options.get("backend") == "vllm-server":
-        served = ServerSampler(model, tokenizer, shards=shards, **without(options, "backend"))
+        served = ServerSampler(model, tokenizer, shards=shards, **without(options, "backend", "thinking_tokens"))
         weights = ServedWeights(served, **_repeats(args))
-        writer = drives(lambda environment=None: with_turns(served, environment, tokenizer, model))
+        writer = drives(partial(with_turns, served, tokenizer, model, thinking_tokens=args.thinking_token_budget))
         return CentralSampler(
             model,
             tokenizer,

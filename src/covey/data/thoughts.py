@@ -1,11 +1,11 @@
 """Thoughts of a reasoning model: the words that mark them in a turn, as its chat template writes them."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from covey.data.rendering import THOUGHT_FIELDS
-from covey.environments.call_forms import last_word
 
 T = TypeVar("T")
 _WORD = "qxthought"
@@ -56,6 +56,19 @@ def _learn_marks(tokenizer: Any, template: str) -> ThoughtMarks | None:
         if word and opens[:1] in ("<", "[") and closes[:1] in ("<", "["):
             return ThoughtMarks(opens, closes, field)
     return next((ThoughtMarks(*pair, None) for pair in _PAIRS if pair[1] in template), None)
+
+
+def last_word(text: str, *, first: bool = False) -> str:
+    """The last tag or word before a call (`first`: the first one after it), which marks it. Empty where there is none."""
+    text = text.strip()
+    if first:
+        match = re.match(r"<[^<>]*>|\[[^\[\]]*\]|\S+", text)
+        return match.group() if match else ""
+    if text.endswith("]") and "[" in text:
+        return text[text.rfind("[") :]
+    if "<" in text:
+        return text[text.rfind("<") :]
+    return text.split()[-1] if text else ""
 
 
 def message_thoughts(message: Mapping[str, Any]) -> str:

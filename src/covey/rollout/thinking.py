@@ -1,0 +1,55 @@
+"""A budget of tokens for thoughts: a turn that still thinks after so many is handed the mark that closes its thoughts, and goes on with its answer.
+
+The mark is a reply inside of the turn: its tokens have `mask` False and no gradient. The name is vLLM's; the procedure that of Yang et al.
+2025, "Qwen3 Technical Report", section "Thinking Mode Fusion", <https://arxiv.org/abs/2505.09388>.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from covey.data.thoughts import ThoughtMarks, thought_marks
+from covey.errors import ConfigError
+from covey.rollout.environments import Environment, Reply, Turn
+
+DEFAULT_MARKS = ThoughtMarks("<think>", "</think>", None)
+"""Those of a tokenizer whose chat template has none: models are taught them by `think_format`."""
+
+
+@dataclass(frozen=True, eq=False)
+class ThinkingBudget:
+    """An environment that closes the thoughts of a turn after `tokens` tokens; `environment` answers turns that end by themselves."""
+
+    tokens: int
+    marks: ThoughtMarks
+    tokenizer: Any
+    environment: Environment | None = None
+
+    @staticmethod
+    def of(tokenizer: Any, tokens: int, environment: Environment | None = None) -> ThinkingBudget:
+        """The budget in the marks of a tokenizer's chat template. Raises ConfigError for thoughts that stand in a channel."""
+        marks = thought_marks(tokenizer) or DEFAULT_MARKS
+        if not marks.closes.startswith(("</", "[/")):
+            raise ConfigError(
+                f"thinking_token_budget closes thoughts by a mark such as </think>, and this model's end with {marks.closes!r} and begin "
+                "another message; leave it out, and lower max_completion_length."
+            )
+        return ThinkingBudget(tokens, marks, tokenizer, environment)
+
+    def __call__(self, turns: Sequence[Turn]) -> Sequence[Reply]:
+        return [None] * len(turns) if self.environment is None else self.environment(turns)
+
+    @cached_property
+    def closing(self) -> list[int]:
+        """Token ids of the closing mark, with the line breaks around it."""
+        ids: list[int] = self.tokenizer(f"\n{self.marks.closes}\n\n", add_special_tokens=False)["input_ids"]
+        return ids
+
+    def is_thinking(self, before: Sequence[int], turn: Sequence[int]) -> bool:
+        """True if thoughts are open after the tokens of a turn; the tokens `before` it may have opened them."""
+        text: str = self.tokenizer.decode(list(turn), skip_special_tokens=False)
+        opens = 0 if self.marks.are_open(self.tokenizer, before) else -1
+        return max(opens, text.rfind(self.marks.opens)) > text.rfind(self.marks.closes)
