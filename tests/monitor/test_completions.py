@@ -6,7 +6,7 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import torch
 
-from covey.monitor.completions import rows, show_completions
+from covey.monitor.completions import completions_frame, rows, show_completions
 from covey.runs import completions, rollouts
 from kit import group
 
@@ -76,3 +76,15 @@ def test_written_as_trl_writes_them(tmp_path):
         "step": 3, "prompt": chat, "completion": answer, "math": 1.0, "style": None, "notes": '{"x": 1}', "tries": 1, "advantage": 0.5,
     }  # fmt: skip
     assert [row["style"] for row in rows] == [None, 2.0]
+
+
+def test_trackers_get_a_table_of_all_completions_or_of_one_for_each_prompt():
+    groups = [*two_groups(), *two_groups()]
+    frame = completions_frame(3, groups, ["math"], unique_prompts=False)
+    assert list(frame.columns) == ["step", "prompt", "completion", "math", "advantage"]
+    assert frame["completion"].tolist() == ["4", "5", "6", "7"] * 2
+    assert frame["math"].tolist()[2:4] == [0.5, 0.0]
+    assert completions_frame(3, groups, ["math"], unique_prompts=True)["completion"].tolist() == ["4", "6"]
+    chat = group(["Hello"], question=[{"role": "user", "content": "Hi"}], rewards=[[0.25]])
+    frame = completions_frame(3, [chat], ["math"], unique_prompts=True)
+    assert (frame["prompt"].tolist(), frame["completion"].tolist()) == (["user: Hi"], ["assistant: Hello"])

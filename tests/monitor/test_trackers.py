@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 from tracked_runs import ALERT, elsewhere, part
@@ -127,6 +128,11 @@ def test_trackio_has_one_run_with_every_step_after_a_resume(tmp_path: Path, monk
     for name in NAMES:
         found = {row["train/global_step"]: row[f"train/{name}"] for row in logs if f"train/{name}" in row}
         assert found == expected(tmp_path / "run", name)
+    tables = {row["train/global_step"]: row["completions"]["_value"] for row in logs if "completions" in row}
+    assert set(tables) == {1, 2, 3, 4}
+    assert all(
+        row["completion"] == written for step, table in tables.items() for row, written in both(tmp_path, step, table)
+    )
     (alert,) = [one for one in run.alerts() if one["title"].startswith("dead_groups")]
     assert (alert["title"], alert["text"], alert["level"]) == ("dead_groups at step 2", TEXT, "warn")
 
@@ -146,6 +152,7 @@ def test_wandb_offline_keeps_one_run_id_every_step_and_the_alert(
     records = [record for file in files for record in wandb_records(file)]
     ids = {record.run.run_id for record in records if record.WhichOneof("record_type") == "run"}
     assert ids == {json.loads((tmp_path / "run" / "run.json").read_text())["id"]}
+    tables: dict[int, list[str]] = {}
     rows = [
         {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         for record in records
@@ -154,9 +161,24 @@ def test_wandb_offline_keeps_one_run_id_every_step_and_the_alert(
     for name in NAMES:
         found = {row["train/global_step"]: row[f"train/{name}"] for row in rows if f"train/{name}" in row}
         assert found == expected(tmp_path / "run", name)
+    for row in (row for row in rows if "completions/path" in row):
+        (file,) = tmp_path.glob(f"wandb/offline-run-*/files/{row['completions/path']}")
+        table = json.loads(file.read_text())
+        place = table["columns"].index("completion")
+        tables[row["train/global_step"]] = [line[place] for line in table["data"]]
+    assert set(tables) == {1, 2, 3, 4}
+    assert all(row == written for step, table in tables.items() for row, written in both(tmp_path, step, table))
     alerts = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
     (alert,) = [one for one in alerts if one.title.startswith("dead_groups")]
     assert (alert.title, alert.text, alert.level) == ("dead_groups at step 2", TEXT, "WARN")
+
+
+def both(folder: Path, step: int, table: list[Any]) -> Iterator[tuple[Any, str]]:
+    """Rows of a tracker's table, each with the completion that the run's own file of the step has in its place."""
+    written = pq.read_table(folder / "run" / "completions" / f"completions_{step:05d}.parquet")[
+        "completion"
+    ].to_pylist()
+    yield from zip(table, written, strict=True)
 
 
 def wandb_records(file: Path) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from faults.small_runs import trainer
 ALERT = Alert(
     rule="dead_groups", severity="warning", said="Dead.", step=2, evidence={"tied": 1.0}, try_this=("easier",)
 )
-RUN = {"logging_steps": 1, "save_steps": 2, "max_completion_length": 3}
+RUN = {"logging_steps": 1, "save_steps": 2, "max_completion_length": 3, "log_completions": True}
 
 
 def part(folder: Path, tracker: str, steps: int, **changed: Any) -> Any:

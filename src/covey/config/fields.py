@@ -320,7 +320,8 @@ class Options:
     rollout_total_limit: int | None = option(10_000,
         "Most files in `rollouts/`; beyond it every second file of the older half is deleted, so early steps thin out.",
         group="output", at_least=4)
-    log_completions: bool = option(False, "Show a sample of completions at each log.", group="output")
+    log_completions: bool = option(False, "Show a sample of completions at each log, also as a table in W&B and Trackio.",
+        group="output")
     num_completions_to_print: int | None = option(None,
         "How many completions `log_completions` shows; unset: all of the step.", group="output", at_least=1)
     log_unique_prompts: bool = option(False, "Show each prompt once in `log_completions`.", group="output")

@@ -11,17 +11,19 @@ from rich.table import Table
 from rich.text import Text
 
 from covey.data.rendering import content_text
+from covey.monitor.trackers import Trackers
 from covey.process.terminal import safe
 from covey.runs import RunFolder
+from covey.runs.completions import table_of
 from covey.types import Group
 
 
 def completions_shower(
-    args: Any, reward_names: Sequence[str], folder: RunFolder | None
+    args: Any, reward_names: Sequence[str], folder: RunFolder | None, trackers: Trackers
 ) -> Callable[[int, Sequence[Group]], None]:
-    """Callback for each logged step and its groups: prints and writes them as `log_completions` asks, or a no-op.
+    """Callback for each logged step and its groups: prints, writes and sends them as `log_completions` asks, or a no-op.
 
-    `folder`: of the main process, None on the others.
+    `folder`: of the main process, None on the others. `trackers` get one row a completion, of each prompt one with `log_unique_prompts`.
     """
     if not args.log_completions or folder is None:
         return lambda step, groups: None
@@ -30,8 +32,22 @@ def completions_shower(
     def show(step: int, groups: Sequence[Group]) -> None:
         show_completions(step, groups, reward_names=reward_names, limit=limit, unique_prompts=unique)
         folder.write_completions(step, groups, reward_names)
+        if trackers.takes_tables:
+            trackers.send_completions(step, completions_frame(step, groups, reward_names, unique_prompts=unique))
 
     return show
+
+
+def completions_frame(step: int, groups: Sequence[Group], reward_names: Sequence[str], *, unique_prompts: bool) -> Any:
+    """DataFrame of the step's completions in the columns of `completions/`, messages as lines of text.
+
+    One completion of each prompt with `unique_prompts`.
+    """
+    frame = table_of(step, groups, reward_names).to_pandas()
+    line = lambda message: f"{message['role']}: {message['content']}"
+    for name in ("prompt", "completion"):
+        frame[name] = [cell if isinstance(cell, str) else "\n".join(map(line, cell)) for cell in frame[name]]
+    return frame[~frame["prompt"].duplicated()] if unique_prompts else frame
 
 
 def show_completions(

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 TAG = "covey.run"
 """The tag of an MLflow run that holds the id of `run.json`."""
 _LEVELS = {"info": "INFO", "warning": "WARN", "error": "ERROR"}
+_TABLES = {"wandb": "WandbCallback", "trackio": "TrackioCallback"}
+"""Trackers that keep tables, and their callbacks."""
 _LONGEST = 5000
 """Characters that MLflow takes in a tag."""
 
@@ -120,6 +122,16 @@ class Trackers(TrainerCallback):
         for tracker, tell in self._in_use():
             self.hand_over(tracker, f"an alert at step {alert.step}", partial(_send_alert, tell, alert, text))
 
+    @property
+    def takes_tables(self) -> bool:
+        return not _TABLES.keys().isdisjoint(self.names)
+
+    def send_completions(self, step: int, frame: Any) -> None:
+        """Send a DataFrame to W&B and Trackio as the table `completions`, under TRL's name. Never raises."""
+        for name in _TABLES.keys() & self.names:
+            what = f"the completions of step {step}"
+            self.hand_over(_TABLES[name], what, partial(_log_table, name, step, frame))
+
     @contextmanager
     def warn_when_slow(self, tracker: str) -> Iterator[None]:
         """Context manager for a tracker's set-up, which training waits for so that a failure comes early; logs its name when slow."""
@@ -191,6 +203,12 @@ class Trackers(TrainerCallback):
             if writer is not None:
                 writer.add_text(f"alerts/{alert.rule}", text.replace("\n", "  \n"), alert.step)
                 writer.flush()
+
+
+def _log_table(name: str, step: int, frame: Any) -> None:
+    tracker: Any = sys.modules[name]
+    if name != "wandb" or tracker.run is not None:
+        tracker.log({"completions": tracker.Table(dataframe=frame), "train/global_step": step})
 
 
 def _send_alert(tell: Callable[[Alert, str], None], alert: Alert, text: str) -> None:

@@ -316,7 +316,7 @@ class GRPOTrainer(TRLInterface):
             check_weights=still_trained(self.model, learner.optimizer),
             flos_per_token=6.0 * self.model.num_parameters(exclude_embeddings=True),
             agree=self.world.any,
-            show_completions=completions_shower(args, self.scorer.names, folder),
+            show_completions=completions_shower(args, self.scorer.names, folder, self.trackers),
         )
         if folder is not None:
             rewards = [spec.call for spec in self.scorer.rewards]
