@@ -22,6 +22,9 @@ BOXED_RIGHT = [
     (r"10^{-2}", "0.01"),
     (r"0.\overline{6}", r"\frac{2}{3}"),
     (r"0.1\overline{6}", r"\frac{1}{6}"),
+    (r"\frac{7}{3}", "2.(3)"),
+    ("2n", "2 n"),
+    ("2m", "2 m"),
     ("y=4", "4"),
     ("4", "y = 4"),
     ("f(x)=2x", "2x"),
@@ -117,6 +120,9 @@ BOXED_RIGHT = [
     (r"\begin{cases}1&x>0\end{cases}", r"\begin{cases} 1 & x > 0 \end{cases}"),
 ]
 BOXED_WRONG = [
+    ("15", "5.(3)"),
+    ("2m+1", "2 m"),
+    ("3n", "2 n"),
     ("x<1 or x>3", r"x<1\text{ and }x>3"),
     ("[2,5]", r"2<x\le 5"),
     ("[2,5]", "2.5"),
@@ -287,6 +293,7 @@ WRITTEN_RIGHT = [
     ("8", "He cannot buy half a can, so he needs to buy 8."),
 ]
 WRITTEN_WRONG = [
+    ("3", r"so it is \boxed{3}{4}"),
     ("18", "The answer is at least 18."),
     ("18", "roughly 18"),
     ("18", "The answer is the square root of 18."),

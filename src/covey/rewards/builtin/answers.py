@@ -153,7 +153,8 @@ def _box_at(text: str, start: int) -> tuple[str, int]:
     for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, opening):
         depth += (brace[0] == "{") - (brace[0] == "}")
         if depth == 0:
-            return text[opening + 1 : brace.start()].strip(), brace.end()
+            has_second = text.startswith("{", brace.end())  # a second group: no answer
+            return "" if has_second else text[opening + 1 : brace.start()].strip(), brace.end()
     return "", len(text)
 
 
@@ -221,7 +222,7 @@ _UNIT = re.compile(
 )
 _VALUE = re.compile(r"[0-9\\]|^.$")
 _SOLE_LETTER = re.compile(r"[(\[]?([A-E])[)\].]?", re.IGNORECASE)
-_PERIOD = re.compile(r"([0-9]*)\.([0-9]*)\\overline\{([0-9]+)\}")
+_PERIOD = re.compile(r"([0-9]*)\.([0-9]*)(?:\\overline\{|(?<=\.)\()([0-9]+)[})]")
 _RATIO = re.compile(rf"({_INTEGER})/({_INTEGER})|\\frac\{{(-?[0-9]+)\}}\{{(-?[0-9]+)\}}")
 _MIXED = re.compile(r"([0-9]+) ?(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|(?<= )([0-9]+)/([0-9]+))")
 _DECIMAL = re.compile(rf"({_INTEGER})?(\.[0-9]*)?(?:e([-+]?[0-9]{{1,3}}))?", re.IGNORECASE)
@@ -285,7 +286,7 @@ def is_same_unit(first: str, second: str, context: Collection[str] = ()) -> bool
 def number(text: str) -> Fraction | None:
     r"""The exact value of a text that is one number, a unit of measure after it or not; `None` for others.
 
-    `1,250.00`, `-3/4`, `\frac{1}{2}`, `3\frac{1}{2}` (seven halves), `1.5e3`, `50%` (as 50), `0.\overline{3}`.
+    `1,250.00`, `-3/4`, `\frac{1}{2}`, `3\frac{1}{2}` (seven halves), `1.5e3`, `50%` (as 50), `0.\overline{3}` or `0.(3)`.
     """
     value = quantity(plain(text))
     return None if value is None else value[0]

@@ -161,12 +161,16 @@ def _is_part_equal(answer: str, gold: str, evaluate: Evaluate, context: Collecti
         gold = gold if gold_name is None else gold_name[2]
     elif gold_name is not None and name is None and not _num_relations(answer) and _is_solved(gold_name):
         gold = gold_name[2]
-    (answer, unit), (gold, gold_unit) = split_unit(plain(answer), context), split_unit(plain(gold), context)
+    whole = plain(answer)
+    (answer, unit), (gold, gold_unit) = split_unit(whole, context), split_unit(plain(gold), context)
+    is_product = unit.isalpha() and set(unit) <= letters_of(gold)  # `2 n` where the gold is of n
+    if is_product:
+        answer, unit = whole, ""
     if not is_same_unit(unit, gold_unit, context):
         return False
     if is_same(answer, gold, context):
         return True
-    value, gold_value = quantity(answer), quantity(gold)
+    value, gold_value = None if is_product else quantity(answer), quantity(gold)
     if value is not None and gold_value is not None:
         return False
     formula = str(value[0]) if value else readable(answer, letters_of(gold) | {"e", "i"})
