@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from covey.errors import RunFolderError, StorageError
 from covey.runs import RunFolder, checkpoint, manifest
 from covey.runs.metrics import read
 from covey.types import Event
-from faults.small_runs import lines, trainer
+from faults.small_runs import ROWS, lines, trainer
 from forked import Forked
 
 LOSSES: dict[str, Callable[[Path], object]] = {
@@ -258,3 +261,34 @@ def test_a_run_goes_on_and_resumes_after_its_folder_was_deleted(tmp_path: Path) 
     again.train(resume_from_checkpoint=True)
     assert again.started_at == 4
     assert [row["step"] for row in lines(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+class Moves(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            os.rename(args.output_dir, f"{args.output_dir}-moved")
+
+
+def test_a_run_whose_folder_was_moved_ends_with_its_best_checkpoint_from_there(tmp_path: Path) -> None:
+    def falling(completions: Any, trainer_state: Any, **columns: Any) -> list[float]:
+        return [i - trainer_state.global_step for i in range(len(completions))]
+
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "reward",
+    }
+    rows = Dataset.from_list(ROWS[:2])
+    one = trainer(
+        tmp_path / "run", reward_funcs=falling, max_steps=4, callbacks=[Moves()], eval_dataset=rows, **options
+    )
+    with pytest.warns(UserWarning, match="was deleted, moved or replaced"):
+        one.train()
+    moved = tmp_path / "run-moved"
+    assert one.state.best_model_checkpoint == str(moved / "checkpoint-1")
+    saved = load_file(moved / "checkpoint-1" / "model.safetensors")
+    assert all(torch.equal(weight, one.model.state_dict()[name]) for name, weight in saved.items())
+    assert manifest.load(moved / "run.json")["state"] == "stopped"
+    run_json = manifest.load(tmp_path / "run" / "run.json")
+    assert (run_json["state"], run_json["moved_to"]) == ("finished", str(moved))

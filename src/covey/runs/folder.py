@@ -130,7 +130,7 @@ class RunFolder:
         attempt |= {"host": run_json["hardware"]["host"], "command": run_json["command"]}
         if before is not None:
             attempt["changed"] = manifest.changes(before, run_json)
-            run_json |= {key: before[key] for key in ("id", "created", "parent") if key in before}
+            run_json |= {key: before[key] for key in ("id", "created", "parent", manifest.MOVED_TO) if key in before}
         run_json["parent"] = run_json.get("parent") or self._parent()
         if self._saved:
             run_json[SAVED] = {place: step if step <= self._step else -1 for place, step in self._saved.items()}
@@ -184,6 +184,8 @@ class RunFolder:
             ) from error
         for log in self._logs:
             log.restore()
+        if place is not None and self._run_json:
+            self._leave(place)
         if run_json is None and self._run_json:
             manifest.write(self.path / manifest.NAME, self._run_json)
         rest = "" if place is None else f" Everything else of it until then is in {place}."
@@ -192,6 +194,17 @@ class RunFolder:
             f"and its logs again.{rest}",
             stacklevel=5,
         )
+
+    def _leave(self, place: Path) -> None:
+        """Note where the folder was moved to in `run.json`, and in the one there that the run has stopped in it."""
+        self._run_json[manifest.MOVED_TO] = str(place)
+        theirs = manifest.read(place / manifest.NAME)
+        if theirs is not None and theirs.get("attempts") and self._is_ours(theirs):
+            self._try("run.json", lambda: manifest.write(place / manifest.NAME, self._ended(theirs, "stopped")))
+
+    def _ended(self, run_json: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
+        run_json["attempts"][-1] |= {"ended": manifest.now(), "to_step": self._step, "state": outcome}
+        return run_json | {"state": outcome, "step": self._step}
 
     def append_metrics(self, step: int, logs: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> None:
         """One line of `metrics.jsonl`: the step, the time, the metrics, `seconds/<phase>`, and `clock_offset` once the clock was set."""
@@ -265,9 +278,7 @@ class RunFolder:
                 log.close()
             run_json = manifest.read(self.path / manifest.NAME) or self._run_json
             if run_json.get("attempts"):
-                run_json["attempts"][-1] |= {"ended": manifest.now(), "to_step": self._step, "state": outcome}
-                run_json |= {"state": outcome, "step": self._step}
-                self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, run_json))
+                self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, self._ended(run_json, outcome)))
         except RunFolderError:
             if outcome != "failed":
                 raise

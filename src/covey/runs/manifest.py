@@ -14,6 +14,8 @@ from covey.runs.masking import mask, mask_command
 from covey.runs.storage import open_plain, read_bounded, write_atomically
 
 NAME = "run.json"
+MOVED_TO = "moved_to"
+"""Key of `run.json`: where the folder was moved to in the middle of its run, with all that it held until then."""
 FORMAT = "covey-run"
 SCHEMA = 1
 _MOST_BYTES = 16 << 20

@@ -23,7 +23,7 @@ from covey.process.world import World
 from covey.rewards import Scorer, reward_metrics
 from covey.rollout import SamplingParams
 from covey.rollout.sampler import DEFAULT_ROWS
-from covey.runs import checkpoint, checksums
+from covey.runs import checkpoint, checksums, manifest
 from covey.runs.evaluations import by_question
 from covey.training.credit import completion_metrics, with_advantages
 from covey.training.drawing import Draws
@@ -189,6 +189,10 @@ def best_checkpoint(state: Any, world: World) -> Path | None:
     """
     named = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
     if named is not None and world.is_main:
+        run_json = manifest.read(named.parent / manifest.NAME) or {}
+        moved = Path(run_json.get(manifest.MOVED_TO, named.parent), named.name)
+        if moved.is_dir() and not named.is_dir():
+            state.best_model_checkpoint, named = str(moved), moved
         faults = checksums.problems(named) if named.is_dir() else ["gone"]
         if faults:
             is_now = f"is damaged ({'; '.join(faults)})" if named.is_dir() else "is not there any more"
