@@ -60,8 +60,12 @@ class Running:
         os.killpg(self.process.pid, number)
 
     def stop(self) -> None:
+        """Let it remove its shared memory, which a kill leaves in /dev/shm."""
         with contextlib.suppress(ProcessLookupError):
             self.tell(signal.SIGCONT)
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(30)
             self.tell(signal.SIGKILL)
         self.process.wait()
 

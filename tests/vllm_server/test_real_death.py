@@ -9,6 +9,7 @@ import threading
 import time
 
 import peft
+import psutil
 import pytest
 import torch
 from fake_server import nudged
@@ -101,6 +102,25 @@ def test_a_server_that_dies_amid_sampling_and_stays_away_ends_the_run_in_one_sen
         drawn(sampler, model, MANY, most=40)
     start_again(running).join()
     assert drawn(sampler, model) < FLOAT
+
+
+def test_an_engine_that_dies_alone_amid_sampling_is_a_lost_server(running, tmp_path, caplog):
+    """As the kernel ends the process that holds the memory: the server still answers, with HTTP 500, and then ends."""
+    model = load_model("demo")
+    sampler = sampler_of(running, model, tmp_path, timeout=600.0)
+    nudged(model, seed=10)
+    sampler.load(model, 1)
+    (engine,) = (child for child in psutil.Process(running.process.pid).children() if "EngineCore" in child.name())
+
+    def dies():
+        engine.kill()
+        running.process.wait(60)
+        start_again(running)
+
+    answers = counted(sampler, dies=lambda: threading.Thread(target=dies, daemon=True).start())
+    assert drawn(sampler, model, MANY, most=40) < FLOAT
+    assert len(answers) >= len(MANY)
+    assert "answers HTTP 500: EngineCore encountered an issue" in caplog.text or "broke off" in caplog.text
 
 
 def test_a_server_that_comes_back_without_the_endpoints_of_updates_ends_the_run_in_one_sentence(running, tmp_path):
