@@ -262,8 +262,6 @@ class GroupFiltered(Wrapping):
             raise ConfigError(
                 f"GroupFiltered keeps {self.keep!r} completions; a group to compare within takes at least 2."
             )
-        if self.by not in ("length", "efficiency"):
-            raise ConfigError(f"GroupFiltered's by={self.by!r} is neither 'length' nor 'efficiency'.")
 
     @property
     def least_group(self) -> int:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.aggregation import token_mean
-from covey.errors import ConfigError, did_you_mean
 from covey.types import Aggregate, TokenBatch, Totals
 
 
@@ -66,12 +65,6 @@ class Critic:
     coefficient: float = 1.0
     aggregate: Aggregate = token_mean
     model: Literal["head", "separate"] = "head"
-
-    def __post_init__(self) -> None:
-        kinds = ("head", "separate")
-        if self.model not in kinds:
-            hint = did_you_mean(str(self.model), kinds) or " It is one of head, separate."
-            raise ConfigError(f"The critic's model={self.model!r} is not known.{hint}")
 
     def loss(self, tokens: TokenBatch, totals: Totals) -> Tensor:
         """Scalar share of this micro-batch; completions without a target, which nobody scored, have none."""

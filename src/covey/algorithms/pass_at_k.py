@@ -29,8 +29,6 @@ class PKPO:
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise ConfigError(f"PKPO's k={self.k!r} is no whole number above 0.")
-        if self.baseline not in ("minus_one", "leave_one_out"):
-            raise ConfigError(f"PKPO's baseline={self.baseline!r} is neither 'minus_one' nor 'leave_one_out'.")
 
     @property
     def least_group(self) -> int:

@@ -49,8 +49,6 @@ class TargetPolicy:
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ConfigError(f"temperature of TargetPolicy is {self.temperature}; it must be above 0.")
-        if self.level not in ("product", "sequence"):
-            raise ConfigError(f"level of TargetPolicy is {self.level!r}; it is product or sequence.")
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         logp = tokens.logp if self.level == "product" else tokens.logp / tokens.lengths
