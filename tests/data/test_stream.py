@@ -84,7 +84,6 @@ def test_a_stream_resumes_exactly_where_its_state_was_taken(source, shuffle, tak
     expected = through.take(25)
     resumed = stream(source(), shuffle=shuffle)
     resumed.load_state_dict(state)
-    assert resumed.epoch == pytest.approx((taken // 10) if resumed.num_rows is None else taken / 10, abs=1.0)
     actual = resumed.take(25)
     assert uids(actual) == uids(expected)
     assert [p.text for p in actual] == [p.text for p in expected]
@@ -136,13 +135,6 @@ def test_taking_in_parts_is_taking_at_once():
 def test_a_data_set_smaller_than_a_batch_comes_round_again():
     prompts = stream(table(2)).take(5)
     assert [uid.partition(":")[0] for uid in uids(prompts)] == ["0", "0", "1", "1", "2"]
-
-
-def test_the_epoch_is_told_as_a_fraction():
-    one = stream(table(4))
-    one.take(6)
-    assert one.epoch == 1.5
-    assert one.num_rows == 4
 
 
 @pytest.mark.parametrize(

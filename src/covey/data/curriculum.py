@@ -89,7 +89,7 @@ class Frontier:
     After each rollout a row's weight is the decayed share of its groups whose rewards differed, `w <- (w + signal) / 2`; rows
     never drawn count 0.5, and rows without signal keep 0.05 (solved) or 0.1 (unsolved), so that both are seen again as the
     policy moves. A rollout is drawn without replacement in proportion to the weights (Gumbel-top-k, Kool et al. 2019,
-    <https://arxiv.org/abs/1903.06059>). `epoch` counts draws over rows; an epoch no longer has every row once.
+    <https://arxiv.org/abs/1903.06059>). As many draws as rows no longer have every row once.
     """
 
     def __init__(self, dataset: Any, *, seed: int) -> None:
@@ -101,10 +101,6 @@ class Frontier:
         self._rounds, self._position = 0, 0
         self._is_old = True
         self._rows = torch.arange(0)
-
-    @property
-    def epoch(self) -> float:
-        return float(self._drawn.sum()) / self.num_rows
 
     def next(self) -> tuple[str, Row]:
         """The uid `draws:row` of the next draw, and the row."""
@@ -165,7 +161,7 @@ class Frontier:
 class Mixture:
     """Several sets in one, each drawn so that its share of all prompts is its weight: always the set that lags most comes next.
 
-    Each set has its own order and epochs. `epoch` counts all draws over all rows.
+    Each set has its own order and epochs.
     """
 
     def __init__(self, dataset: Any, *, curriculum: str, seed: int, shuffle: bool) -> None:
@@ -189,10 +185,6 @@ class Mixture:
             for number, (name, rows) in enumerate(places.items())
         }
         self._drawn = dict.fromkeys(places, 0)
-
-    @property
-    def epoch(self) -> float:
-        return sum(self._drawn.values()) / self.num_rows
 
     def next(self) -> tuple[str, Row]:
         """The uid `epoch:row` of the next draw, `row` in the whole and `epoch` of its set, and the row."""
@@ -282,8 +274,8 @@ class Replay:
 
     A row enters when its group had both right and wrong answers and scored below one half; it leaves when it scores that or
     more, or had no signal in three replays. A row is not replayed before its last draw was judged and 256 draws, or a tenth of
-    the rows, have passed. Where too few rows wait, the base order fills in. `epoch` is the base order's, so an epoch still has
-    every row of it.
+    the rows, have passed. Where too few rows wait, the base order fills in, whose epochs still have
+    every row.
     """
 
     def __init__(self, dataset: Any, base: Order, share: float) -> None:
@@ -298,10 +290,6 @@ class Replay:
     @property
     def num_rows(self) -> int | None:
         return self.base.num_rows
-
-    @property
-    def epoch(self) -> float:
-        return self.base.epoch
 
     def next(self) -> tuple[str, Row]:
         """The uid and the row of the next draw; a replay's uid is `r0:row`, counting replays."""

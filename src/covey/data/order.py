@@ -43,9 +43,6 @@ class Order(Protocol):
     @property
     def num_rows(self) -> int | None: ...
 
-    @property
-    def epoch(self) -> float: ...
-
     def next(self) -> tuple[str, Row]: ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -68,10 +65,6 @@ class Permutation:
         self.num_rows: int = len(dataset)
         self._epoch, self._position = 0, 0
         self._rows = self._permuted(0)
-
-    @property
-    def epoch(self) -> float:
-        return self._epoch + self._position / self.num_rows
 
     def next(self) -> tuple[str, Row]:
         """The uid `epoch:row` of the next draw, and the row."""
@@ -114,10 +107,6 @@ class BlockOrder:
         self._rows: list[Row] = []
         self._digested: tuple[list[Row], str] | None = None
         self._order = torch.arange(0)
-
-    @property
-    def epoch(self) -> float:
-        return float(self._epoch)
 
     def next(self) -> tuple[str, Row]:
         """The uid `epoch:row` of the next draw, and the row; `row` counts the rows of the stream in their first order."""

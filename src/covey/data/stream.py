@@ -107,11 +107,6 @@ class PromptStream:
         """Rows an epoch; `None` for a streamed data set."""
         return self._order.num_rows
 
-    @property
-    def epoch(self) -> float:
-        """Epochs drawn so far, 1.5 in the middle of the second; whole epochs only for a streamed data set."""
-        return self._order.epoch
-
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts, over the end of the epoch where need be. An empty stream raises DataError."""
         taken: list[Prompt] = []

@@ -54,10 +54,6 @@ class Together:
     def num_rows(self) -> int | None:
         return self.base.num_rows
 
-    @property
-    def epoch(self) -> float:
-        return self.base.epoch
-
     def next(self) -> tuple[str, Row]:
         """The uid and the row in the next language: `prompt_de` as `prompt` and so on, without other languages' columns."""
         if self._current is None:

@@ -57,7 +57,6 @@ class LiveOrder:
     """
 
     num_rows = None
-    epoch = 0.0
 
     def __init__(self, dataset: LiveDataset, *, seed: int, replay: float | None = None) -> None:
         self.dataset, self.seed, self.replay = dataset, seed, replay
