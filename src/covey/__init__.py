@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from covey import algorithms, data, errors, rewards, rollout, runs, testing, types
     from covey.algorithms import Algorithm
     from covey.config import GRPOConfig
-    from covey.config.grpo_config import batch_arithmetic
+    from covey.config.batches import batch_arithmetic
     from covey.config.scripts import (
         DatasetMixtureConfig,
         ModelConfig,
@@ -35,7 +35,8 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "algorithms": "Algorithm",
-    "config.grpo_config": "GRPOConfig batch_arithmetic",
+    "config.batches": "batch_arithmetic",
+    "config.grpo_config": "GRPOConfig",
     "config.scripts": "DatasetMixtureConfig ModelConfig ScriptArguments TrlParser get_dataset get_kbit_device_map get_peft_config get_quantization_config",
     "ensembles": "Ensemble Member",
     "errors": "CoveyError",

@@ -3,7 +3,7 @@
 import pytest
 
 from covey.config import GRPOConfig
-from covey.config.grpo_config import batch_arithmetic
+from covey.config.batches import batch_arithmetic
 from covey.errors import ConfigError
 
 

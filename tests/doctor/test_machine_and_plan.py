@@ -60,15 +60,16 @@ def test_the_learning_rate_is_judged_by_what_is_trained(is_adapter, rate, said):
 
 
 def test_the_time_of_a_step_is_the_trials_by_the_number_of_completions():
-    from covey.config.batches import arithmetic
+    from covey import GRPOConfig, batch_arithmetic
     from covey.doctor.trial import Trial
     from covey.types import StepReport
     from kit import group
 
-    counts = arithmetic(
-        per_device_batch=8, accumulation=2, world_size=1, steps_per_generation=4, generation_batch_size=None,
-        num_generations=4, num_iterations=1, max_steps=10, num_epochs=1, num_prompts=8,
+    config = GRPOConfig(
+        output_dir="unused", per_device_train_batch_size=8, gradient_accumulation_steps=2, steps_per_generation=4,
+        num_generations=4, max_steps=10,
     )  # fmt: skip
+    counts = batch_arithmetic(config, num_prompts=8)
     groups = (group(["1", "2", "3", "4"]), group(["1", "2", "3", "4"]))
     seconds = {"rollout": 4.0, "reward": 1.0, "learn": 3.0}  # of 8 completions
     report = StepReport(step=1, metrics={}, seconds={}, events=())

@@ -11,8 +11,7 @@ from covey.cli.adapter import adapter_to_train
 from covey.cli.checkpoints import model_folder
 from covey.cli.verb import Args
 from covey.config import GRPOConfig, options
-from covey.config.batches import Arithmetic
-from covey.config.grpo_config import batch_arithmetic
+from covey.config.batches import Arithmetic, batch_arithmetic
 from covey.doctor.dry_run import dry_run
 from covey.learner.memory_estimate import Memory
 

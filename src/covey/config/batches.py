@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from covey.errors import ConfigError
 
@@ -57,51 +58,45 @@ class Arithmetic:
         return "\n".join(words)
 
 
-def arithmetic(
-    *,
-    per_device_batch: int,
-    accumulation: int,
-    world_size: int,
-    steps_per_generation: int | None,
-    generation_batch_size: int | None,
-    num_generations: int,
-    num_iterations: int,
-    max_steps: int,
-    num_epochs: float,
-    num_prompts: int | None,
-) -> Arithmetic:
-    """The counts of a run. Raises ConfigError, with the sum written out and values that work, where they do not fit.
+def batch_arithmetic(config: Any, world_size: int | None = None, num_prompts: int | None = None) -> Arithmetic:
+    """Batch arithmetic: prompts, completions and optimizer steps of a run, from a GRPOConfig.
 
+    `world_size` None: the processes that run now. `num_prompts` None: a stream without end, which needs `max_steps`.
     A generation batch smaller than an optimizer step is drawn whole for the step (the policy is the same), unless its
-    completions are used more than once. `num_prompts` None is a stream without end.
+    completions are used more than once. Raises ConfigError with the numbers and what to change where they do not fit together.
     """
-    share = per_device_batch * world_size
-    micro = micro_batches(share, accumulation, steps_per_generation, generation_batch_size)
-    micro = whole_steps(micro, accumulation, num_iterations)
-    completions = share * micro
-    if completions % num_generations:
-        raise ConfigError(_explain(per_device_batch, world_size, micro, accumulation, num_generations))
-    prompts = completions // num_generations
-    batches = micro // accumulation
-    steps = batches * num_iterations
-    if max_steps > 0:
-        total = max_steps
+    micro, completions = whole_groups(config, config.world_size if world_size is None else world_size)
+    prompts = completions // config.num_generations
+    batches = micro // config.gradient_accumulation_steps
+    steps = batches * config.num_iterations
+    if config.max_steps > 0:
+        total = config.max_steps
     elif num_prompts is None:
         raise ConfigError("A data set without a length has no end: set max_steps.")
     else:
-        total = max(1, math.ceil(round(num_epochs * num_prompts * steps / prompts, 6)))
+        total = max(1, math.ceil(round(config.num_train_epochs * num_prompts * steps / prompts, 6)))
     return Arithmetic(
-        num_generations=num_generations,
+        num_generations=config.num_generations,
         prompts_per_generation=prompts,
         completions_per_generation=completions,
-        completions_per_microbatch=per_device_batch,
-        completions_per_step=share * accumulation,
+        completions_per_microbatch=config.per_device_train_batch_size,
+        completions_per_step=completions // batches,
         batches_per_generation=batches,
-        num_iterations=num_iterations,
+        num_iterations=config.num_iterations,
         optimizer_steps_per_generation=steps,
         total_steps=total,
         epochs=total / steps * prompts / num_prompts if num_prompts else None,
     )
+
+
+def whole_groups(config: Any, world_size: int) -> tuple[int, int]:
+    """Micro-batches and completions of a generation batch. Raises ConfigError unless they are whole groups, in whole optimizer steps."""
+    per_device, accumulation = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    micro = whole_steps(config.steps_per_generation, accumulation, config.num_iterations)
+    completions = per_device * world_size * micro
+    if completions % config.num_generations:
+        raise ConfigError(_explain(per_device, world_size, micro, accumulation, config.num_generations))
+    return micro, completions
 
 
 def micro_batches(share: int, accumulation: int, steps: int | None, batch: int | None) -> int:
@@ -151,11 +146,8 @@ def _explain(per_device: int, world_size: int, micro: int, accumulation: int, gr
     needed = micro
     while share * needed % group:
         needed += 1 if micro == accumulation else accumulation
-        if needed > micro * group:
-            break
-    else:
-        name = "gradient_accumulation_steps" if micro == accumulation else "steps_per_generation"
-        tries.append(f"{name}={needed} ({share * needed // group} x {group} completions)")
+    name = "gradient_accumulation_steps" if micro == accumulation else "steps_per_generation"
+    tries.append(f"{name}={needed} ({share * needed // group} x {group} completions)")
     size = next(size for size in range(per_device, per_device + group + 1) if size * world_size * micro % group == 0)
     tries.append(f"per_device_train_batch_size={size}")
     return (

@@ -11,7 +11,7 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-from covey.config.batches import arithmetic, micro_batches, whole_steps
+from covey.config.batches import micro_batches, whole_groups
 from covey.config.combinations import expect_together, features_of
 from covey.config.options import ALGORITHM_OPTIONS, DECLARED, REFUSED
 from covey.errors import ArgumentTypeError, ConfigError, did_you_mean
@@ -363,22 +363,8 @@ def settle_asynchrony(config: Any) -> None:
 def settle_batches(config: Any) -> None:
     """Fill in `steps_per_generation` and `generation_batch_size` from each other, and refuse sizes that do not divide."""
     share = config.per_device_train_batch_size * config.world_size
+    accumulation = config.gradient_accumulation_steps
     config.steps_per_generation = micro_batches(
-        share, config.gradient_accumulation_steps, config.steps_per_generation, config.generation_batch_size
+        share, accumulation, config.steps_per_generation, config.generation_batch_size
     )
-    config.steps_per_generation = whole_steps(
-        config.steps_per_generation, config.gradient_accumulation_steps, config.num_iterations
-    )
-    config.generation_batch_size = share * config.steps_per_generation
-    arithmetic(
-        per_device_batch=config.per_device_train_batch_size,
-        accumulation=config.gradient_accumulation_steps,
-        world_size=config.world_size,
-        steps_per_generation=config.steps_per_generation,
-        generation_batch_size=None,
-        num_generations=config.num_generations,
-        num_iterations=config.num_iterations,
-        max_steps=1,
-        num_epochs=1.0,
-        num_prompts=None,
-    )
+    config.steps_per_generation, config.generation_batch_size = whole_groups(config, config.world_size)

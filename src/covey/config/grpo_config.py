@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
 from covey.config import alerts, checks, options
-from covey.config.batches import Arithmetic, arithmetic
 from covey.config.combinations import features_of, name_idle
 from covey.config.fields import Options
 from covey.config.parallelism import expect_processes, settle_parallelism
@@ -149,23 +148,3 @@ def _take_mappings(config: GRPOConfig) -> None:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name}={value!r} is no mapping of arguments; give a dict, or JSON of an object.")
         setattr(config, name, dict(value))
-
-
-def batch_arithmetic(config: GRPOConfig, world_size: int | None = None, num_prompts: int | None = None) -> Arithmetic:
-    """Batch arithmetic: prompts, completions and optimizer steps of a run.
-
-    `world_size` None: the processes that run now. `num_prompts` None: a stream without end, which needs `max_steps`.
-    Raises ConfigError with the numbers and what to change where they do not fit together.
-    """
-    return arithmetic(
-        per_device_batch=config.per_device_train_batch_size,
-        accumulation=config.gradient_accumulation_steps,
-        world_size=config.world_size if world_size is None else world_size,
-        steps_per_generation=config.steps_per_generation,
-        generation_batch_size=None,
-        num_generations=config.num_generations,
-        num_iterations=config.num_iterations,
-        max_steps=config.max_steps,
-        num_epochs=config.num_train_epochs,
-        num_prompts=num_prompts,
-    )

@@ -9,7 +9,7 @@ from typing import Any
 from covey.adapters import has_adapter
 from covey.algorithms.advice import SMALL_MODEL
 from covey.config import GRPOConfig
-from covey.config.grpo_config import batch_arithmetic
+from covey.config.batches import batch_arithmetic
 from covey.data import vocabulary_size
 from covey.doctor import data, model, plan, rewards, signal, trial
 from covey.doctor.environment import environment

@@ -13,8 +13,8 @@ from covey.algorithms import Algorithm
 from covey.algorithms.advice import advise
 from covey.algorithms.greedy import GreedyBaseline
 from covey.config import GRPOConfig
+from covey.config.batches import batch_arithmetic
 from covey.config.combinations import expect_together, features_of
-from covey.config.grpo_config import batch_arithmetic
 from covey.data import PromptStream, num_embeddings
 from covey.data.media import MEDIA_COLUMNS
 from covey.ensembles import Ensemble

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from covey.config import GRPOConfig
-from covey.config.grpo_config import batch_arithmetic
+from covey.config.batches import batch_arithmetic
 from covey.doctor.dry_run import Measured, Target, measured, memory_of
 from covey.doctor.roofline.gpus import A_NODE, FOLDER, HOST_LINK, HOST_READS, Gpu
 from covey.doctor.roofline.rollout import PASSES_OF_LOGITS, Decoding, kernels_of
