@@ -18,7 +18,7 @@ from covey.errors import ConfigError
         ("sdpo, threshold='x'", "threshold='x' must be a number or None"),
         (
             "mopd, teacher='http://h', served_model_name='m', request_seconds='x'",
-            "request_seconds='x' must be a number",
+            "request_seconds='x' must be a finite number above 0",
         ),
         ("dapo, regularizer=distill(teacher='T', weight='x')", "weight='x' must be"),
         ("dapo, regularizer=distill(teacher='T', top_k=1.5)", "top_k=1.5 must be a whole number or None"),

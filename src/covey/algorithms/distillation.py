@@ -15,7 +15,7 @@ from torch import Tensor
 from covey.algorithms.control import Controller, current
 from covey.algorithms.teacher_signals import informed
 from covey.algorithms.teachers import TeacherRole
-from covey.errors import ConfigError, did_you_mean
+from covey.errors import ConfigError
 from covey.types import Aggregate, Mean, Metric, TokenBatch, Totals
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
@@ -88,10 +88,6 @@ class Distill(TeacherRole):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        divergences = ("reverse_kl", "forward_kl", "jsd")
-        if self.divergence not in divergences:
-            hint = did_you_mean(str(self.divergence), divergences) or f" It is one of {', '.join(divergences)}."
-            raise ConfigError(f"distill's divergence={self.divergence!r} is not known.{hint}")
         if self.divergence == "jsd" and not 0.0 < self.beta < 1.0:
             raise ConfigError(
                 f"distill's beta={self.beta} must be between 0 and 1; the ends are reverse_kl and forward_kl."
