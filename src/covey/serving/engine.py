@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from covey.errors import MemoryLimitError
 from covey.process.memory import is_out_of_memory, release
+from covey.rewards.calling.deadline import settle
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.calls import CallScheduler, decoding, scheduler_of
 from covey.rollout.live import LiveRequest, LogprobsMode, Top
@@ -236,17 +238,10 @@ class Engine:
         An engine that closes first gives APIError 503.
         """
         future: Future[T] = Future()
-
-        def job() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
-                future.set_exception(error)
-
         with self._changed:
             if self._is_closing:
                 raise APIError(503, "The server is stopping.")
-            self._idle_jobs.append((job, future))
+            self._idle_jobs.append((partial(settle, future, function), future))
             self._changed.notify()
         return future
 
