@@ -16,14 +16,12 @@ from covey.adapters import has_adapter
 from covey.algorithms import Algorithm
 from covey.algorithms.control import current
 from covey.algorithms.regularizers import EntropyBonus
-from covey.config import GRPOConfig
 from covey.config.options import DECLARED, GROUPS
 from covey.errors import ArgumentTypeError, ConfigError, NotOfferedError, did_you_mean
 from covey.evaluation.model_card import Card
 from covey.learner import FrozenCopy, frozen_copy
 from covey.process import lean
 from covey.process.lean import accelerator_of
-from covey.process.world import World
 from covey.rewards import Scorer
 from covey.rewards.builtin.reward_model import ModelReward
 from covey.runs.disk import as_disk_errors, write_whole
@@ -105,21 +103,11 @@ class TRLInterface(TransformersInterface):
             raise ConfigError("train() is running on this trainer already; call it again when it has returned.")
         return to_the_end(self.steps(resume_from_checkpoint))
 
-    args: GRPOConfig
-    world: World
     hub: Hub
     scorer: Scorer
     agents: Agents
     algorithm: Algorithm
-    model: Any
     processing_class: Any
-    train_dataset: Any
-    eval_dataset: Any
-    state: Any
-    control: Any
-    callback_handler: Any
-    output_dir: Path
-    trackers: Any
     eos_ids: tuple[int, ...]
     _parts: Parts | None = None
 

@@ -139,8 +139,3 @@ class Findings:
     def _with_kind(self, kind: Kind) -> Iterator[tuple[int, Kind, int, float]]:
         for row, other, amount in self.of(kind.name):
             yield row, kind, other, amount
-
-    @property
-    def must_be_mended(self) -> bool:
-        """True if any finding should be fixed before training."""
-        return any(kind.must_be_mended for kind in self.kinds())
