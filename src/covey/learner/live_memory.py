@@ -40,9 +40,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self.compute(func, args, kwargs or {})
-        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage(), args)
+        for tensor in _tensors(result):
+            self._count(tensor.untyped_storage(), args)
         self.peak = max(self.peak, self.now)
         return result
 
@@ -63,8 +62,10 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def _tensors(inputs: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+def _tensors(values: Any) -> list[Tensor]:
+    """Tensors with a storage: a sparse one has none, and its indices and values are tensors of their own."""
+    leaves = (values,) if isinstance(values, Tensor) else tree_leaves(values)
+    return [x for x in leaves if isinstance(x, Tensor) and x.layout == torch.strided]
 
 
 class FakeBytes(LiveBytes):

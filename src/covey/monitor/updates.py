@@ -125,7 +125,11 @@ def _is_lora(module: Any) -> bool:
     if not (hasattr(module, "lora_A") and hasattr(module, "get_base_layer") and len(module.lora_A) == 1):
         return False
     weight = getattr(module.get_base_layer(), "weight", None)
-    return isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2
+    if not (isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2):
+        return False
+    a, b = _weights(module)
+    shape = sorted((b.shape[0], a.shape[1]))  # of BD-LoRA, whose factors stand in blocks, another
+    return a.shape[0] == b.shape[1] and shape == sorted(weight.shape)
 
 
 def _weights(module: Any) -> tuple[Tensor, Tensor]:
