@@ -85,6 +85,28 @@ def _refuse_activated(described: Mapping[str, Any]) -> None:
         )
 
 
+_UNFIT = {
+    "ADALORA": "moves ranks between its layers in a call after each step, which a run does not make",
+    "LILY": "mixes the tokens of a batch, so that a row's probabilities depend on the others",
+    "MONTECLORA": "draws its weights anew in each pass of training, with a term of the loss that PEFT leaves to the user",
+    "POLY": "reads the number of a task beside each row",
+    "PVERA": "draws its weights anew in each pass of training",
+    "XLORA": "weighs adapters in a forward pass of PEFT's own model",
+}
+"""Kinds of adapters that a run would train as another kind, or not at all."""
+
+
+def _refuse_unfit(adapted: Any) -> None:
+    """Raise ConfigError for a model of PEFT whose adapters a run would not train, or as another kind."""
+    for config in adapted.peft_config.values():
+        _refuse_activated(config.to_dict())
+        kind = "MONTECLORA" if getattr(config, "monteclora_config", None) else config.peft_type
+        if kind in _UNFIT:
+            raise ConfigError(f"The adapter's kind, {str(kind).rsplit('.')[-1]}, {_UNFIT[kind]}; use LoRA or another.")
+    if any(getattr(module, "merged_adapters", ()) for module in adapted.modules()):
+        raise ConfigError("The adapter is merged into its base, where no gradient reaches it; call unmerge_adapter().")
+
+
 def refuse_quantized(model: Any, device: torch.device, has_adapter: bool) -> None:
     """Raises ConfigError for a quantized model without an adapter to train, and for any on a CPU.
 
@@ -172,19 +194,15 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
             f"peft_config is a {type(peft_config).__name__}; give one of PEFT's, such as LoraConfig()."
         )
     _refuse_activated(peft_config.to_dict())
-    start = str(getattr(peft_config, "init_lora_weights", ""))
-    if start.startswith("pissa_niter"):
-        raise ConfigError(
-            f"peft_config: init_lora_weights={start!r} takes a part out of the base's weights by a random "
-            "algorithm, so that the saved adapter would belong to no model that can be loaded; use 'pissa'."
-        )
+    _refuse_options(model, peft_config)
     experts, requested = expert_parameters(model), copy(getattr(peft_config, "target_modules", None))
     _refuse_unknown_parameters(model, peft_config, experts)
     entries = {option: [*(getattr(peft_config, option, None) or ())] for option in _PATTERNS}
+    whole = [*(getattr(peft_config, "modules_to_save", None) or ())]
     try:
         with _without_notes_of_peft():
             adapted = get_peft_model(model, peft_config)
-    except (ValueError, TypeError, KeyError, AttributeError, re.error) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, re.error) as error:
         if unfit := re.search(r"ParamWrapper does not work (?:with|when) `?(\w+)", str(error)):
             raise ConfigError(
                 f"peft_config: {unfit[1]} does not go with an adapter on experts ({', '.join(experts)}); leave it out, or "
@@ -200,13 +218,35 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
             )  # fmt: skip
     if requested == "all-linear" or isinstance(requested, list | set | tuple):
         _name_left_out(model, requested, experts)  # which has the layers of PEFT in it now
+    names = [name for name, _ in adapted.named_modules()]
+    if idle := [end for end in whole if not any(name.endswith(end) for name in names)]:
+        logger.warning("modules_to_save holds %s, which ends no module's name.", ", ".join(map(repr, idle)))
     return adapted
 
 
+def _refuse_options(model: Any, peft_config: Any) -> None:
+    """Raise ConfigError for options of a new adapter that PEFT reads as others, or not at all."""
+    start, saved = str(getattr(peft_config, "init_lora_weights", "")), getattr(peft_config, "modules_to_save", None)
+    if start.startswith("pissa_niter"):
+        raise ConfigError(
+            f"peft_config: init_lora_weights={start!r} takes a part out of the base's weights by a random "
+            "algorithm, so that the saved adapter would belong to no model that can be loaded; use 'pissa'."
+        )
+    if start == "eva" or (start == "lora_ga" and not any(hasattr(x, "_peft_loraga_grad") for x in model.modules())):
+        raise ConfigError(
+            f"peft_config: init_lora_weights={start!r} begins from data, which PEFT measures in a call of its own; without it the adapter "
+            "begins as any other. Make the model with PEFT's functions for it and give that, or leave the option out."
+        )
+    if isinstance(saved, str):
+        raise ConfigError(f"peft_config: modules_to_save is the text {saved!r}, read by the letter; give [{saved!r}].")
+    if getattr(peft_config, "trainable_token_indices", None) in ([], {}):
+        raise ConfigError("peft_config: trainable_token_indices names no token; leave it out.")
+
+
 def _settle(adapted: Any) -> set[str]:
-    """Name a base folder by its whole path, since a relative one is another elsewhere; refuse activated LoRA; `_settle_patterns`."""
+    """Name a base folder by its whole path, since a relative one is another elsewhere; `_refuse_unfit`; `_settle_patterns`."""
+    _refuse_unfit(adapted)
     for config in adapted.peft_config.values():
-        _refuse_activated(config.to_dict())
         if config.base_model_name_or_path:
             config.base_model_name_or_path = place_of(str(config.base_model_name_or_path))
     return _settle_patterns(adapted)
@@ -296,39 +336,6 @@ def _matches(base: Any, end: str) -> bool:
     return any(f".{name}".endswith(f".{end}") for name in names) or any(part and part in name for name in fused)
 
 
-def weights_on_same_base(model: Any, folder: str | Path) -> dict[str, Any] | None:
-    """Values for the trained parameters of a model with a LoRA adapter that make it the model of the adapter in `folder`.
-
-    None where that is no LoRA of the same base, or has layers, a form or a rank that the model's adapter cannot hold.
-    """
-    described = adapter_options(folder)
-    config = getattr(model, "peft_config", {}).get("default")
-    if described is None or config is None or not _is_plain_lora(described) or not _is_plain_lora(config.to_dict()):
-        return None
-    is_same = place_of(base_of(folder, described)) == place_of(str(config.base_model_name_or_path))
-    rank, room = int(described["r"]), int(config.r)
-    if not is_same or rank > room or described.get("revision") != config.revision:
-        return None
-    from peft.utils import load_peft_weights
-
-    saved = load_peft_weights(str(folder), device="cpu")
-    factor = scaling(described) / scaling(config.to_dict())
-    fitted = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        value = saved.pop(name.replace(".default", ""), None)
-        whole = parameter.detach().new_zeros(parameter.shape)  # no such layer there: a B of zeros changes nothing
-        if value is not None:
-            is_up = ".lora_B." in name
-            part, places = by_rank(value, rank, is_up=is_up), by_rank(whole, room, is_up=is_up)
-            if part is None or places is None or part[:, :1].shape != places[:, :1].shape:
-                return None
-            places[:, :rank] = part * (factor if is_up else 1.0)
-        fitted[name] = whole
-    return None if saved else fitted
-
-
 def by_rank(factor: Tensor, rank: int, *, is_up: bool) -> Tensor | None:
     """A view of a LoRA factor with its rank in dimension 1: A as [E, r, in], B (`is_up`) as [out, r, E]; None if it has no such rank.
 
@@ -340,10 +347,6 @@ def by_rank(factor: Tensor, rank: int, *, is_up: bool) -> Tensor | None:
         return None
     view: Tensor = factor.unflatten(dim, (rank, -1) if is_up else (-1, rank))
     return view
-
-
-def _is_plain_lora(config: Mapping[str, Any]) -> bool:
-    return config.get("peft_type") == "LORA" and not changes_base(config) and not odd_options(config)
 
 
 _PLAIN = frozenset({

@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 from shared_rows import ROWS, gradients
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.adapters import expert_parameters, weights_on_same_base, with_adapter, with_saved_adapter
+from covey.adapters import expert_parameters, with_adapter, with_saved_adapter
 from covey.cli import main
 from covey.errors import ConfigError
 from covey.learner.packing import unscored_row
 from covey.learner.policy import Policy
 from covey.merging import merge_adapters
+from covey.models.merging.adapters import weights_on_same_base
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.vllm.weights import Source, write_weights
 from covey.serving.loading import with_merged_adapter

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from covey.adapters import adapter_options, has_adapter, weights_on_same_base
+from covey.adapters import adapter_options, has_adapter
 from covey.algorithms import SFT, Algorithm, Distill, TeacherRole, keep
 from covey.algorithms.teachers import is_address, is_policy
 from covey.config.combinations import expect_together
@@ -24,6 +24,7 @@ from covey.learner.supervised import supervised_policy
 from covey.learner.teacher import Following, Member, Teachers
 from covey.learner.teacher_tokenizers import Tokenizers, alignment_of_model, alignment_of_server, expect_same_tokens
 from covey.models import load_model, reads_media, rope_factors, take_factors
+from covey.models.merging.adapters import weights_on_same_base
 from covey.process.sharding import Shards, shard_like
 from covey.rewards.builtin.chat_endpoint import Endpoint
 from covey.runs.weights import model_folder

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from covey.adapters import by_rank, changes_base, odd_options, place_of, scaling
+from covey.adapters import adapter_options, base_of, by_rank, changes_base, odd_options, place_of, scaling
 from covey.errors import ConfigError, ModelError
 from covey.files.bounded import read_json
 from covey.models.merging.methods import is_zero
@@ -140,3 +140,40 @@ def _write(out: Path, source: Path, config: dict[str, Any], tensors: dict[str, T
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)
         raise
+
+
+def weights_on_same_base(model: Any, folder: str | Path) -> dict[str, Any] | None:
+    """Values for the trained parameters of a model with a LoRA adapter that make it the model of the adapter in `folder`.
+
+    None where that is no LoRA of the same base, or has layers, a form or a rank that the model's adapter cannot hold.
+    """
+    described = adapter_options(folder)
+    config = getattr(model, "peft_config", {}).get("default")
+    if described is None or config is None or not _is_plain_lora(described) or not _is_plain_lora(config.to_dict()):
+        return None
+    is_same = place_of(base_of(folder, described)) == place_of(str(config.base_model_name_or_path))
+    rank, room = int(described["r"]), int(config.r)
+    if not is_same or rank > room or described.get("revision") != config.revision:
+        return None
+    from peft.utils import load_peft_weights
+
+    saved = load_peft_weights(str(folder), device="cpu")
+    factor = scaling(described) / scaling(config.to_dict())
+    fitted = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        value = saved.pop(name.replace(".default", ""), None)
+        whole = parameter.detach().new_zeros(parameter.shape)  # no such layer there: a B of zeros changes nothing
+        if value is not None:
+            is_up = ".lora_B." in name
+            part, places = by_rank(value, rank, is_up=is_up), by_rank(whole, room, is_up=is_up)
+            if part is None or places is None or part[:, :1].shape != places[:, :1].shape:
+                return None
+            places[:, :rank] = part * (factor if is_up else 1.0)
+        fitted[name] = whole
+    return None if saved else fitted
+
+
+def _is_plain_lora(config: Mapping[str, Any]) -> bool:
+    return config.get("peft_type") == "LORA" and not changes_base(config) and not odd_options(config)
