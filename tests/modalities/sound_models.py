@@ -75,6 +75,10 @@ def tiny_hearing_processor(kind: str, base: Any = None) -> Any:
     hearing = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=2)
     if kind == "qwen2_audio":
         return transformers.Qwen2AudioProcessor(hearing, tokenizer, **chat)
+    if not hasattr(transformers.Qwen2_5OmniProcessor, "audio_kwargs"):
+        pytest.skip(
+            "Qwen2.5-Omni's processor of transformers 5.20 and older asks for its part for videos at every prompt"
+        )
     images = transformers.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=64, max_pixels=1024)
     return without_video(transformers.Qwen2_5OmniProcessor)(
         image_processor=images, feature_extractor=hearing, tokenizer=tokenizer, **chat

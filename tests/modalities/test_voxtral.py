@@ -18,6 +18,8 @@ from media_prompts import (
 from sound_models import needs_soundfile, tone
 
 pytest.importorskip("mistral_common", reason="Voxtral's processor needs mistral-common")
+if not hasattr(transformers.VoxtralProcessor, "audio_kwargs"):
+    pytest.skip("the defaults that these tests shorten are of a newer transformers", allow_module_level=True)
 
 from covey.data.prompts import to_prompt
 from covey.errors import DataError
