@@ -88,3 +88,12 @@ def test_trackers_get_a_table_of_all_completions_or_of_one_for_each_prompt():
     chat = group(["Hello"], question=[{"role": "user", "content": "Hi"}], rewards=[[0.25]])
     frame = completions_frame(3, [chat], ["math"], unique_prompts=True)
     assert (frame["prompt"].tolist(), frame["completion"].tolist()) == (["user: Hi"], ["assistant: Hello"])
+
+
+def test_prompts_of_a_mixture_of_texts_and_chats_are_written_and_shown_to_trackers(tmp_path):
+    chat = group(["Hello"], question=[{"role": "user", "content": "Hi"}], rewards=[[0.25]])
+    groups = [group(["4"], question="2 + 2 =", rewards=[[1.0]]), chat]
+    completions.write(tmp_path, 3, groups, ["math"])
+    written = pq.read_table(tmp_path / "completions_00003.parquet").to_pydict()
+    assert written["prompt"] == ['"2 + 2 ="', '[{"role": "user", "content": "Hi"}]']
+    assert len(completions_frame(3, groups, ["math"], unique_prompts=True)) == 2

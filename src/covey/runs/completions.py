@@ -32,8 +32,8 @@ def table_of(step: int, groups: Sequence[Group], reward_names: Sequence[str]) ->
     extras = sorted({name for group in groups for name in group.extras})
     columns: dict[str, Any] = {
         "step": [step] * len(members),
-        "prompt": [_plain(group.prompt.raw) for group, _ in members],
-        "completion": [_answer(group, g) for group, g in members],
+        "prompt": _one_kind([_plain(group.prompt.raw) for group, _ in members]),
+        "completion": _one_kind([_answer(group, g) for group, g in members]),
     }
     for r, name in enumerate(reward_names):
         columns[name] = [None if group.recorded is None else _number(group.recorded[g][r]) for group, g in members]
@@ -43,6 +43,11 @@ def table_of(step: int, groups: Sequence[Group], reward_names: Sequence[str]) ->
         )
     columns["advantage"] = [_number(group.mean_advantage(g)) for group, g in members]
     return pa.table({name: pa.array(values) for name, values in columns.items()})
+
+
+def _one_kind(texts: list[Any]) -> list[Any]:
+    """Texts, or messages; JSON where a mixture of data has both, since a column has one type."""
+    return texts if len({type(text) for text in texts}) <= 1 else [json.dumps(to_json(text)) for text in texts]
 
 
 def _answer(group: Group, g: int) -> Any:
