@@ -15,7 +15,8 @@ from forked import Forked, free_port, rank_environment
 from kit import tiny_model, tiny_tokenizer
 from vllm_server.fake_server import FakeServer
 
-CASES = sorted((Path(__file__).parents[2] / "examples" / "distributed" / "cases").glob("*.yaml"))
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CASES = sorted((EXAMPLES / "distributed" / "cases").glob("*.yaml"))
 SMALL = {
     "dataset": "demo", "reward": "length(target=3)", "max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 2,
     "max_completion_length": 4, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "logging_steps": 1,
@@ -46,6 +47,19 @@ def test_its_options_are_those_of_a_run(case, tmp_path, capsys, monkeypatch):
         assert shown[name] in (value, [value], str(value).lower()), name
 
 
+OF_GSM8K = {"dataset_config": "main", "prompt_column": "question"}
+"""Without the first the hub's library refuses the set, without the second there is no prompt."""
+
+
+def test_files_that_train_on_gsm8k_name_its_configuration_and_its_column():
+    files = [*EXAMPLES.rglob("*.yaml"), *(EXAMPLES.parent / "src" / "covey" / "recipes").glob("*.yaml")]
+    read = {
+        file.name: yaml.safe_load(file.read_text()) for file in files if "dataset: openai/gsm8k" in file.read_text()
+    }
+    assert len(read) > 20
+    assert {name for name, options in read.items() if not OF_GSM8K.items() <= options.items()} == set()
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_it_trains_at_toy_size(case, tmp_path):
@@ -56,6 +70,7 @@ def test_it_trains_at_toy_size(case, tmp_path):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "room.py").write_text(ROOM)
+    options = {name: value for name, value in options.items() if name not in (*OF_GSM8K, "system_prompt")}
     small = {name: value for name, value in SMALL.items() if name != "lora_r" or "lora_r" in options}
     options |= {**small, "model": str(tmp_path / "model"), "output_dir": str(tmp_path / "run")}
     if is_chat:
