@@ -197,7 +197,7 @@ def test_files_added_later_and_copies_elsewhere_do_not_disturb(tmp_path: Path) -
     assert checkpoint.latest(tmp_path / "b") == tmp_path / "b" / "checkpoint-3"
 
 
-def test_resume_words(tmp_path: Path) -> None:
+def test_resume_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     assert checkpoint.resolve("auto", run) is None
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*run to resume from"):
@@ -206,6 +206,8 @@ def test_resume_words(tmp_path: Path) -> None:
     assert checkpoint.resolve("auto", run) == checkpoint.resolve(True, run) == second
     assert checkpoint.resolve("never", run) is checkpoint.resolve(False, run) is checkpoint.resolve(None, run) is None
     assert checkpoint.resolve(str(first), tmp_path / "other") == first
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert checkpoint.resolve(f"~/{first.relative_to(tmp_path)}", run) == first
     assert checkpoint.resolve(run, tmp_path / "other") == second
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         checkpoint.resolve(tmp_path / "nowhere", run)

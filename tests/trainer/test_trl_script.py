@@ -295,10 +295,11 @@ def test_a_data_set_smaller_than_a_batch_works(tmp_path):
     assert one.train().global_step == 2
 
 
-def test_save_model_writes_what_transformers_reads(ended, tmp_path):
+def test_save_model_writes_what_transformers_reads(ended, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    ended.save_model(str(tmp_path / "saved"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ended.save_model("~/saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     AutoTokenizer.from_pretrained(tmp_path / "saved")
     ids = torch.tensor([[3, 4, 5]])

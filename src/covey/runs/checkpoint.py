@@ -134,7 +134,7 @@ def resolve(resume: Resume, run_dir: Path) -> Path | None:
     if resume is None or resume is False or resume == "never":
         return None
     if resume is not True and resume != "auto":
-        return _named(Path(resume))
+        return _named(Path(resume).expanduser())
     clear_leftovers(run_dir)
     newest = latest(run_dir, quarantine=True)
     if newest is None and resume is True:

@@ -278,7 +278,7 @@ class TRLInterface(TransformersInterface):
 
         With `push_to_hub` they are uploaded too; a failed upload is a warning.
         """
-        folder = Path(output_dir or self.output_dir)
+        folder = Path(output_dir or self.output_dir).expanduser()
         names = self._saved(folder)
         if self.args.push_to_hub and not _internal_call and self.world.is_main:
             self.hub.upload(folder, names, "Model save", card=self._card().text())
