@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
 import time
 import urllib.request
@@ -19,7 +20,7 @@ from transformers.integrations import integration_utils
 
 from covey.errors import CoveyError
 from covey.monitor.call_queue import CallQueue
-from covey.monitor.trackers import reads_checkpoints
+from covey.monitor.trackers import Trackers, reads_checkpoints
 from faults.small_runs import lines, reward_len, trainer
 
 RUN = {"logging_steps": 1, "save_strategy": "no", "max_completion_length": 3}
@@ -175,6 +176,18 @@ def test_a_tracker_that_fails_in_its_logs_alone_is_told_once_however_much_else_o
     assert [record.message for record in caplog.records if "Full" in record.message] == [
         "Full failed in on_log at step 1 (OSError: [Errno 28] No space left on device); training goes on, and metrics.jsonl has every number."
     ]
+
+
+def test_a_tracker_that_takes_logs_and_no_tables_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", object())
+    trackers = Trackers("trackio")
+    for step in (1, 2, 3):
+        trackers.hand_over("TrackioCallback", f"on_log at step {step}", lambda: None)
+        trackers.send_completions(step, None)
+    assert caplog.text.count("TrackioCallback failed in the completions at step 1 (AttributeError") == 1
+    assert caplog.text.count("failed in") == 1
 
 
 def test_an_exception_that_a_tracker_raises_at_each_call_keeps_nothing_of_those_calls() -> None:

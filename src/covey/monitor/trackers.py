@@ -129,7 +129,7 @@ class Trackers(TrainerCallback):
     def send_completions(self, step: int, frame: Any) -> None:
         """Send a DataFrame to W&B and Trackio as the table `completions`, under TRL's name. Never raises."""
         for name in _TABLES.keys() & self.names:
-            what = f"the completions of step {step}"
+            what = f"the completions at step {step}"
             self.hand_over(_TABLES[name], what, partial(_log_table, name, step, frame))
 
     @contextmanager
