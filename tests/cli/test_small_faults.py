@@ -91,10 +91,15 @@ def test_a_variable_of_the_shell_makes_no_folder_of_that_name(tmp_path, monkeypa
     with pytest.raises(RunFolderError, match=r"'\$HOME/runs/a' names a variable of the shell"):
         checked("$HOME/runs/a")
     assert checked("runs/5$") == Path("runs/5$")
+    assert checked("runs/for_$5") == Path("runs/for_$5")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a$b").mkdir()
+    assert checked("~/a$b") == tmp_path / "a$b"
 
 
 def test_an_aggregate_that_is_none_is_refused_before_rows_are_read(tmp_path, capsys):
-    words = ["--model", "demo", "--dataset", str(tmp_path / "nowhere.jsonl"), "-o", str(tmp_path / "judge")]
+    (tmp_path / "a.jsonl").write_text("no rows")
+    words = ["--model", "demo", "--dataset", str(tmp_path / "a.jsonl"), "-o", str(tmp_path / "judge")]
     assert main(["reward", "train", *words, "--aggregate", "max"]) == 2
     assert "--aggregate max is not known; use min, prod, mean." in capsys.readouterr().err
 

@@ -26,11 +26,12 @@ def checked(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if not text or "\0" in text:
         raise RunFolderError(f"output_dir {text!r} is not the path of a folder; give one such as runs/first.")
-    if re.search(r"\$\w|\$\{", text) and not Path(text).exists():
+    path = Path(text).expanduser()
+    if re.search(r"\$[A-Za-z_{]", text) and not path.exists():
         raise RunFolderError(
             f"output_dir {text!r} names a variable of the shell, which is not read here; write it out, or ~ for $HOME."
         )
-    return Path(text).expanduser()
+    return path
 
 
 def expect_usable(path: str | os.PathLike[str], resume: Path | None, restarts: bool) -> None:
