@@ -1,5 +1,7 @@
 """Thoughts that are still open after their budget are closed for the model, in every sampler at the same token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from plain_sampling import favour, plain_logprobs
@@ -32,7 +34,7 @@ def rambling(eos_bias=2.0, seed=0):
 
 
 def drawn(backend, model, texts, params, n=4, environment=None, budget=BUDGET, **more):
-    more |= {"generate": {}} if backend == "generate" else {}
+    more = {**({"generate": {}} if backend == "generate" else {}), **more}
     more |= {"attention": "torch"} if backend == "native" else {}
     sampler = choose_sampler(
         model, tiny_tokenizer(), backend=backend, thinking_tokens=budget, environment=environment, **more
@@ -77,6 +79,30 @@ def test_greedy_budgets_are_those_of_the_native_engine_over_several_turns(backen
     closed = [group.completions[0].text.count(CLOSING) for group in mine]
     assert max(closed) > 1
     assert min(closed) == 0
+
+
+def test_a_stop_string_ends_a_completion_across_the_end_of_its_budget():
+    model = rambling(eos_bias=-9.0)
+    torch.manual_seed(0)
+    model.lm_head.weight.data.normal_(std=3.0)
+    params = SamplingParams(max_tokens=30, temperature=0.0)
+    (plain,) = drawn("native", model, ["2 + 2 ="], params, 1)
+    before, after = (tiny_tokenizer().decode(plain.completions[0].token_ids[: BUDGET + k]) for k in (-2, 2))
+    params = replace(params, stop=(after[len(before) :],))
+    for backend in ("native", "transformers"):
+        (group,) = drawn(backend, model, ["2 + 2 ="], params, 1)
+        assert [(one.num_tokens, one.finish) for one in group.completions] == [(BUDGET + 2, "stop")]
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
+def test_options_of_generate_count_the_tokens_of_a_whole_turn():
+    params, options = SamplingParams(max_tokens=30, seed=1), {"min_new_tokens": BUDGET + 3}
+    (group,) = drawn("generate", rambling(eos_bias=99.0), ["2 + 2 ="], params, 1, generate=options)
+    assert [(one.num_tokens, one.finish) for one in group.completions] == [(BUDGET + 4, "stop")]
+
+
+def test_no_prompt_has_no_group():
+    assert drawn("transformers", rambling(), [], SamplingParams(max_tokens=40)) == []
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from covey.errors import DataError
 from covey.rollout.environments import Answer, Environment, Turn, replies
+from covey.rollout.generate import GenerateSampler
 from covey.rollout.prompts import PromptLike
 from covey.rollout.sampler import Sampler, SamplingParams
 from covey.rollout.sampling import fresh_seed
@@ -161,9 +162,13 @@ class TurnSampler:
             drawn = go_on(further, 1, limited)
 
     def _limited(self, rows: Sequence[_Writing], params: SamplingParams) -> SamplingParams:
-        """Parameters of one more turn of these rows: none is asked for more tokens than its room, or than the budget of its thoughts."""
-        of_thoughts = lambda row: row.left if self.budget is None or row.is_checked else self.budget.tokens
-        return replace(params, max_tokens=max(1, *(min(row.left, of_thoughts(row)) for row in rows)))
+        """Parameters of one more turn of these rows: none is asked for more tokens than its room, or than the budget of its thoughts.
+
+        Stop strings, and options of transformers' generate such as min_new_tokens, act on a turn that is written in one piece.
+        """
+        budget = None if params.stop or isinstance(self.sampler, GenerateSampler) else self.budget
+        of_thoughts = lambda row: row.left if budget is None or row.is_checked else budget.tokens
+        return replace(params, max_tokens=max([1, *(min(row.left, of_thoughts(row)) for row in rows)]))
 
     def _advance(self, rows: Sequence[_Writing], turns: Sequence[Completion], most: int) -> None:
         """Add these turns, of at most `most` tokens, and the environment's replies."""
