@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any
 
-from covey.errors import ConfigError, CoveyError, did_you_mean, message_of
+from covey.errors import ConfigError, CoveyError, did_you_mean
+from covey.raised import with_place
 
 _USER_MODULE = re.compile(r"\bcovey_user_(\w+)_[0-9a-f]{12}:")
 """Module of a file that the user named, as `_load_file` calls it."""
@@ -113,13 +113,7 @@ def _importing(what: str) -> Iterator[None]:
     except CoveyError:
         raise
     except (Exception, SystemExit) as error:
-        frame = extract_tb(error.__traceback__)[-1]
-        place = (
-            "" if isinstance(error, SyntaxError) else f" ({frame.filename}:{frame.lineno})"
-        )  # its text says the line
-        raise ConfigError(
-            f"{what} fails when it is imported, with {type(error).__name__}: {message_of(error)}{place}."
-        ) from error
+        raise ConfigError(f"{what} fails when it is imported, with {with_place(error)}.") from error
 
 
 def _load_module(where: str, kind: str, path: str) -> Any:

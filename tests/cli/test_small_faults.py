@@ -72,8 +72,9 @@ def test_a_live_source_without_max_steps_is_refused_before_the_model_is_looked_f
     [
         ("import nowhere_at_all\n", r"ModuleNotFoundError: No module named 'nowhere_at_all' (FILE:1)"),
         ("def right(completions):\n    return 1 / 0\nright([])\n", "ZeroDivisionError: division by zero (FILE:2)"),
-        ("def right(completions)\n", "SyntaxError: expected ':' (mine.py, line 1)"),
-        ("raise SystemExit\n", "SystemExit:  (FILE:1)"),
+        ("def right(completions)\n", "SyntaxError: expected ':' (mine.py, line 1) (FILE:1)"),
+        ("raise SystemExit\n", "SystemExit (FILE:1)"),
+        ("import json\n\njson.loads('x')\n", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (FILE:3)"),
     ],
 )
 @pytest.mark.parametrize("path", ["mine.py:right", "mine:right"])

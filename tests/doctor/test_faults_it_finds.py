@@ -1,5 +1,6 @@
 """Each fault that is planted is found, named and told how to mend; a case in order passes."""
 
+import json
 import random
 import re
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from covey.data import EngineLength, load
 from covey.demo import model_path
 from covey.doctor import AREAS, examine
 from covey.doctor.data import first_rows, lengths, overlap
+from covey.doctor.finding import attempt
 from covey.doctor.model import closing_token, padding
 from kit import tiny_tokenizer
 
@@ -192,8 +194,13 @@ def test_a_reward_that_needs_a_missing_column_fails(case, found):
 def test_a_reward_file_that_python_cannot_read_fails_with_the_line(case, found, tmp_path):
     (tmp_path / "mine.py").write_text("def f(completions):\n    return [1.0 for c in completions\n")
     said = found(case(rewards=[f"{tmp_path / 'mine.py'}:f"]), "FAIL", "rewards")
-    assert "your code raised SyntaxError" in said
+    assert "fails when it is imported, with SyntaxError" in said
     assert "mine.py, line 2" in said
+
+
+def test_code_that_fails_in_a_library_is_named_with_the_line_of_its_own():
+    _, wrong = attempt("rewards", lambda: json.loads("x"), is_foreign=True)
+    assert f"mend {__file__}:" in str(wrong)
 
 
 def test_what_is_unknown_for_want_of_data_is_not_guessed(case, found):

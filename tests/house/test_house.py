@@ -15,7 +15,7 @@ from sources import FILES, SRC, nodes_of, text_of, tree_of
 LONG = re.compile(r"#\s*house: long, because \S+")
 
 FLOORS = [  # a room may import rooms of lower floors only; rooms of one floor do not know each other
-    {"types", "errors", "demo"},
+    {"types", "errors", "raised", "demo"},
     {"names", "files", "process"},
     {"adapters", "data", "sandbox"},
     {"models"},

@@ -1,11 +1,11 @@
 """Finding: the result of one check."""
 
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from covey.errors import CoveyError
+from covey.raised import place_of
 
 T = TypeVar("T")
 Status = Literal["PASS", "WARN", "FAIL"]
@@ -50,12 +50,6 @@ def attempt(area: str, work: Callable[[], T], *, is_foreign: bool = False) -> tu
     except Exception as error:  # the border to the user's code
         if not is_foreign:
             raise
-        return None, failed(area, f"your code raised {type(error).__name__}: {error}.", _where(error))
-
-
-def _where(error: BaseException) -> str:
-    """The last place in the traceback, which is where to look."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"mend {error.filename}, line {error.lineno}"
-    return f"mend {frames[-1].filename}, line {frames[-1].lineno}" if frames else "mend it"
+        return None, failed(
+            area, f"your code raised {type(error).__name__}: {error}.", f"mend {place_of(error) or 'it'}"
+        )

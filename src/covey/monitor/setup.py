@@ -5,7 +5,6 @@ import logging
 import math
 import threading
 import time
-import traceback
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from covey.monitor.updates import UpdateMeter
 from covey.monitor.watch import SEVERITIES, Watch, lines_of
 from covey.names import load, rule_of
 from covey.process.addresses import opener_of
+from covey.raised import place_of
 from covey.runs.manifest import to_json
 from covey.types import Alert
 
@@ -161,8 +161,7 @@ class _Guarded:
         try:
             result = self.detector(seen)
         except Exception as error:  # noqa: BLE001 - the user's code; reported with its place
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            return self._failed(seen, f"raised {type(error).__name__}: {error}", f"{where.filename}:{where.lineno}")
+            return self._failed(seen, f"raised {type(error).__name__}: {error}", place_of(error))
         if result is not None and not isinstance(result, Alert):
             return self._failed(seen, f"returned a {type(result).__name__}, which is no alert", "")
         if result is not None and result.severity not in SEVERITIES:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from covey.data.media import as_returned
 from covey.errors import ConfigError, DataError, RewardError, did_you_mean
+from covey.raised import describe, is_ctrl_c
 from covey.rewards.combining import weight_of
 from covey.rewards.decorators import CallOptions, call_options_of, without_partials
-from covey.rewards.raised import describe, is_ctrl_c
 from covey.rewards.surroundings import copied_inputs
 from covey.types import Completion, Group, Reward
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from covey.data.together import questions
 from covey.errors import ConfigError, RewardError
+from covey.raised import with_place
 from covey.rewards.calling.deadline import DeadlineError
 from covey.rewards.calling.outcome import Outcome
 from covey.rewards.contract import Batch, Total
-from covey.rewards.raised import with_place
 from covey.types import Group, Mean, Metric, RunningTotal, Sum, merge_metrics
 
 logger = logging.getLogger(__name__)

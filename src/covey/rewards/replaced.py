@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from covey.errors import CoveyError, RewardError
+from covey.raised import with_place
 from covey.rewards.calling.outcome import Outcome
 from covey.rewards.contract import Batch
-from covey.rewards.raised import with_place
 
 Calculate = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Any]
 """(rows, prompts, completions, completion ids) -> [N, R], as TRL's method of that name."""

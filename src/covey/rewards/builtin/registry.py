@@ -11,6 +11,7 @@ import torch
 
 from covey import names
 from covey.errors import ConfigError, CoveyError, RewardError, did_you_mean
+from covey.raised import with_place
 from covey.rewards.builtin.bleu import Bleu, SelfBleu
 from covey.rewards.builtin.choice import ChoiceLetter, Fuzzy, Numeric, TokenF1
 from covey.rewards.builtin.code import Code
@@ -27,7 +28,6 @@ from covey.rewards.builtin.reward_model import reward_model
 from covey.rewards.builtin.text import Length, Repetition, SoftOverlong, format_reward, think_format_reward
 from covey.rewards.builtin.text_models import ClassifierReward, FluencyReward, SimilarityReward
 from covey.rewards.contract import RewardSpec, name_of
-from covey.rewards.raised import with_place
 
 BUILTIN: dict[str, Any] = {
     "math": math_reward,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from covey.errors import RewardError
 from covey.process.interruption import StopNow
+from covey.raised import describe, is_ctrl_c, kind_of, place_of, traceback_of
 from covey.rewards.calling.deadline import DeadlineError
 from covey.rewards.contract import Batch, Logged, to_number, to_scores
-from covey.rewards.raised import describe, is_ctrl_c, kind_of, place_of, traceback_of
 from covey.types import Event
 
 Attempt = Callable[[Batch, "float | None"], tuple[Any, Logged]]

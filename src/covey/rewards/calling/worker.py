@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, BinaryIO
 
+from covey.raised import text_of, traceback_of
 from covey.rewards.calling.state_log import with_log
-from covey.rewards.raised import text_of, traceback_of
 
 _PR_SET_PDEATHSIG = 1
 

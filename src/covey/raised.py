@@ -1,4 +1,4 @@
-"""A reward's exception in one line with its place, robust against a broken `__str__`, and distinct from a real Ctrl-C."""
+"""An exception of the user's code in one line with its place, robust against a broken `__str__`, and distinct from a real Ctrl-C."""
 
 import dis
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 _LINE = re.compile(r'File "([^"\n]+)", line (\d+)')
-_COVEY = str(Path(__file__).parents[1])
+_COVEY = str(Path(__file__).parent)
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
