@@ -21,6 +21,16 @@ def test_turns_are_the_runs_of_tokens_that_the_model_wrote():
     assert turns_of(mask).tolist() == [-1, 0, 0, -1, 1, -1, -1, 2]
 
 
+def test_a_turn_goes_on_behind_tokens_that_no_environment_answered():
+    mask, observed = (
+        torch.tensor([[0, 1, 0, 1, 0, 1, 1, 0], [1, 0, 0, 0, 1, 0, 0, 0], [0] * 8]).bool(),
+        torch.zeros(3, 8),
+    )
+    observed[0, [0, 4]], observed[1, 2] = 1, 1
+    expected = [[-1, 0, -1, 0, -1, 1, 1, -1], [0, -1, -1, -1, 1, -1, -1, -1], [-1] * 8]
+    assert turns_of(mask, observed.bool()).tolist() == expected
+
+
 def test_two_episodes_that_meet_in_a_state_are_judged_there_by_their_discounted_returns():
     # Episode 1: states s, a, rewards 0, 1. Episode 2: states s, b, a, rewards 0, 0, 3. gamma 1/2, no division.
     # Returns: (0 + 1/2, 1) and (0 + 0 + 3/4, 3/2, 3). State s: 0.5 and 0.75, mean 0.625. State a: 1 and 3, mean 2. b is alone.

@@ -6,11 +6,12 @@ import pytest
 import torch
 from plain_sampling import favour, plain_logprobs
 
+from covey.algorithms import GiGPO
 from covey.data.thoughts import ThoughtMarks
 from covey.errors import ConfigError
 from covey.rollout import SamplingParams, choose_sampler
 from covey.rollout.thinking import ThinkingBudget
-from covey.types import Prompt
+from covey.types import EpisodeNotes, Prompt, Scores
 from kit import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*plain transformers:UserWarning")
@@ -76,6 +77,10 @@ def test_greedy_budgets_are_those_of_the_native_engine_over_several_turns(backen
         assert (a.mask is None) == (b.mask is None) or bool(b.written.all())
         assert a.written.tolist() == b.written.tolist()
         assert (a.text, a.finish) == (b.text, b.finish)
+        assert a.observed.tolist() == b.observed.tolist()
+        answers = tiny_tokenizer().decode(a.token_ids[a.observed])
+        assert "</think>" not in answers
+        assert bool(answers) == ("ok <think>" in a.text)
     closed = [group.completions[0].text.count(CLOSING) for group in mine]
     assert max(closed) > 1
     assert min(closed) == 0
@@ -99,6 +104,17 @@ def test_options_of_generate_count_the_tokens_of_a_whole_turn():
     params, options = SamplingParams(max_tokens=30, seed=1), {"min_new_tokens": BUDGET + 3}
     (group,) = drawn("generate", rambling(eos_bias=99.0), ["2 + 2 ="], params, 1, generate=options)
     assert [(one.num_tokens, one.finish) for one in group.completions] == [(BUDGET + 4, "stop")]
+
+
+def test_gigpo_counts_no_turn_for_closed_thoughts():
+    """Two completions of one turn from one state: that of the whole group, so that each part of the advantage is the same."""
+    (group,) = drawn("native", rambling(eos_bias=-9.0), ["2 + 2 = <think>"], SamplingParams(max_tokens=40, seed=1), 2)
+    notes = EpisodeNotes(states=("s",))
+    done = tuple(replace(one, episode=notes) for one in group.completions)
+    scores = Scores.of([replace(group, completions=done, rewards=torch.tensor([[1.0], [0.0]]))])
+    advantages = GiGPO(scale="none")(scores)[0]
+    assert not scores.mask.all()
+    assert advantages[scores.mask[0]].unique().tolist() == [-1.0, 1.0]
 
 
 def test_no_prompt_has_no_group():

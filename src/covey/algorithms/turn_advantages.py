@@ -35,19 +35,20 @@ class GiGPO:
             return out
         rewards = sequence_rewards(scores)
         for p, notes in enumerate(scores.episodes):
-            for (g, turn), advantage in self._steps(notes, rewards[p], scores.mask[p]).items():
-                out[p, g] += self.weight * advantage * (turns_of(scores.mask[p, g]) == turn)
+            turns = turns_of(scores.mask[p], None if scores.observed is None else scores.observed[p])
+            for (g, turn), advantage in self._steps(notes, rewards[p], turns).items():
+                out[p, g] += self.weight * advantage * (turns[g] == turn)
         return out
 
     def _steps(
-        self, notes: Sequence[EpisodeNotes | None], rewards: Tensor, mask: Tensor
+        self, notes: Sequence[EpisodeNotes | None], rewards: Tensor, turns: Tensor
     ) -> dict[tuple[int, int], float]:
-        """`A_step` by (completion, turn) of one group."""
+        """`A_step` by (completion, turn) of one group, whose tokens are in `turns` [G, T]."""
         states: dict[str, list[tuple[tuple[int, int], float]]] = defaultdict(list)
         for g, note in enumerate(notes):
             if note is None or not note.states or bool(rewards[g].isnan()):
                 continue
-            count = min(len(note.states), int(turns_of(mask[g]).amax()) + 1 if mask.shape[-1] else 0)
+            count = min(len(note.states), int(turns[g].amax()) + 1 if turns.shape[-1] else 0)
             for turn, value in enumerate(returns_of(note.rewards[:count], float(rewards[g]), count, self.gamma)):
                 states[note.states[turn]].append(((g, turn), value))
         steps = dict[tuple[int, int], float]()
@@ -60,10 +61,16 @@ class GiGPO:
         return steps
 
 
-def turns_of(mask: Tensor) -> Tensor:
-    """[T] int64, which run of True in `mask` [T] a token is in, counted from 0; -1 where it is False."""
-    starts = mask & ~torch.cat([mask.new_zeros(1), mask[:-1]])
-    return torch.where(mask, starts.cumsum(-1) - 1, -torch.ones_like(mask, dtype=torch.int64))
+def turns_of(mask: Tensor, observed: Tensor | None = None) -> Tensor:
+    """[..., T] int64, which turn a token of `mask` [..., T] is in, counted from 0; -1 where it is False.
+
+    A turn ends where `observed` [..., T] is True; None: where `mask` is False.
+    """
+    ends = ~mask if observed is None else observed
+    starts = ends & ~torch.nn.functional.pad(ends, (1, 0))[..., :-1]
+    turns = torch.where(mask, starts.cumsum(-1), mask.shape[-1] + 1)
+    first = turns.amin(-1, keepdim=True) if mask.shape[-1] else turns
+    return torch.where(mask, turns - first, -1)
 
 
 def returns_of(rewards: Sequence[float], total: float, count: int, gamma: float) -> list[float]:

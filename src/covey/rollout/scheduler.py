@@ -29,6 +29,7 @@ from covey.rollout.requests import (
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import Draw, draw, uniforms
 from covey.rollout.stopping import StopStrings
+from covey.rollout.thinking import ThinkingBudget
 from covey.types import Group, Prompt, widest_float
 
 PREFILL_TOKENS = 8192
@@ -291,6 +292,8 @@ class Scheduler:
 
     def _finish(self, group: RunningGroup) -> Group:
         completions = group.completions(self.tokens, self.logprobs, self.experts, self.replies, self.tokenizer)
+        if isinstance(self.environment, ThinkingBudget):
+            completions = tuple(map(self.environment.marked, completions))
         self.unfinished = [request for request in self.unfinished if request is not group.request]
         self.held -= group.request.cache_bytes(self.forward)
         self.free_output_rows += group.output_rows[::-1]

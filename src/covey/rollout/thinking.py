@@ -7,13 +7,16 @@ The mark is a reply inside of the turn: its tokens have `mask` False and no grad
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+
+import torch
 
 from covey.data.thoughts import ThoughtMarks, thought_marks
 from covey.errors import ConfigError
 from covey.rollout.environments import Environment, Reply, Turn
+from covey.types import Completion
 
 DEFAULT_MARKS = ThoughtMarks("<think>", "</think>", None)
 """Those of a tokenizer whose chat template has none: models are taught them by `think_format`."""
@@ -47,6 +50,15 @@ class ThinkingBudget:
         """Token ids of the closing mark, with the line breaks around it."""
         ids: list[int] = self.tokenizer(f"\n{self.marks.closes}\n\n", add_special_tokens=False)["input_ids"]
         return ids
+
+    def marked(self, done: Completion) -> Completion:
+        """The completion, among whose `observations` the marks that closed its thoughts are not."""
+        observed, ids = done.observed, done.token_ids.tolist()
+        starts = observed & ~torch.nn.functional.pad(observed, (1, 0))[:-1]
+        for t in starts.nonzero().flatten().tolist():
+            if ids[t : t + len(self.closing)] == self.closing[: len(ids) - t]:
+                observed[t : t + len(self.closing)] = False
+        return replace(done, observations=observed)
 
     def is_thinking(self, before: Sequence[int], turn: Sequence[int]) -> bool:
         """True if thoughts are open after the tokens of a turn; the tokens `before` it may have opened them."""

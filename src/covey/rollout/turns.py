@@ -152,7 +152,11 @@ class TurnSampler:
                 self._advance(ended, group.completions, limited.max_tokens)
                 i = ended[0].place[0]
                 if all(row.finish is not None for row in rows[i]):
-                    yield Group(prompt=prompts[i], completions=tuple(row.completion(self.tokenizer) for row in rows[i]))
+                    done = [row.completion(self.tokenizer) for row in rows[i]]
+                    yield Group(
+                        prompt=prompts[i],
+                        completions=tuple(done if self.budget is None else map(self.budget.marked, done)),
+                    )
             running = [row for group_rows in rows for row in group_rows if row.finish is None]
             if not running:
                 return

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpisodeNotes:
-    """Notes on a completion of several turns. Turn k is the k-th run of tokens whose `mask` is True."""
+    """Notes on a completion of several turns. Turn k is the k-th run of tokens between answers of tools and environments."""
 
     states: tuple[str, ...] = ()
     """[K], key of what the model saw before each turn; equal keys are the same state (GiGPO's anchor states)."""

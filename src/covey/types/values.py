@@ -202,6 +202,8 @@ class Scores:
     """[R]"""
     mask: Tensor
     """[P, G, T] bool, tokens that the model wrote."""
+    observed: Tensor | None = None
+    """[P, G, T] bool, tokens with which tools and environments answered. None: all that the model did not write."""
     values: Tensor | None = None
     """[P, G, T], the critic's estimates."""
     squared_score: Tensor | None = None
@@ -252,10 +254,12 @@ class Scores:
         measured = [name for name in ("values", "squared_score") if all(getattr(c, name) is not None for c in drawn)]
         greedy = [group.greedy_rewards for group in groups if group.greedy_rewards is not None]  # P of [R], or fewer
         episodes = tuple(tuple(completion.episode for completion in group.completions) for group in groups)
+        is_apart = any(completion.observations is not None for completion in drawn)
         return Scores(
             per_function=per_function,
             weights=weights,
             mask=stack_tokens(groups, lambda completion: completion.written),
+            observed=stack_tokens(groups, lambda completion: completion.observed) if is_apart else None,
             **{name: stack_tokens(groups, attrgetter(name)) for name in measured},
             kl=kl,
             greedy=weighted_total(torch.stack(greedy), weights) if len(greedy) == len(groups) else None,
