@@ -46,3 +46,18 @@ def test_a_resume_in_another_dtype_is_named(checkpoint, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         trainer(tmp_path, max_steps=2, model=tiny_model("qwen2").to(torch.bfloat16)).train(str(checkpoint))
     assert "is of weights in float32 and goes on in bfloat16" in caplog.text
+
+
+FACTORS = {"lora_alpha": 99, "use_rslora": True, "alpha_pattern": {"q_proj": 2}}
+
+
+@pytest.mark.parametrize("option", FACTORS)
+def test_an_adapter_of_another_factor_is_refused(option, tmp_path):
+    """Its factors fit, and their product would be of another size."""
+    adapter = lambda **options: LoraConfig(r=4, target_modules=["q_proj"], **options)
+    trainer(tmp_path / "run", max_steps=1, save_steps=1, peft_config=adapter()).train()
+    copy = shutil.copytree(tmp_path / "run" / "checkpoint-1", tmp_path / "copy" / "checkpoint-1")
+    for run, start in (("run", True), ("other", str(copy))):
+        other = trainer(tmp_path / run, max_steps=2, save_steps=1, peft_config=adapter(**{option: FACTORS[option]}))
+        with pytest.raises(ConfigError, match=r"the factors of the adapter \(by lora_alpha\)=2 for 1 q_proj and"):
+            other.train(resume_from_checkpoint=start)

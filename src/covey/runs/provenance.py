@@ -10,6 +10,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -130,8 +131,15 @@ def adapter_facts(model: Any) -> dict[str, Any] | None:
     return {name: getattr(value := getattr(chosen, name), "value", value) for name in names if hasattr(chosen, name)}
 
 
+def _adapter_factors(model: Any) -> str | None:
+    """Factors of adapters' products by kind of layer, as `2 for 24 q_proj, 2 for 24 v_proj`; None without any."""
+    layers = [(name.rpartition(".")[2], getattr(module, "scaling", None)) for name, module in model.named_modules()]
+    counts = Counter((kind, f) for kind, factors in layers if isinstance(factors, Mapping) for f in factors.values())
+    return ", ".join(f"{factor:g} for {count} {kind}" for (kind, factor), count in sorted(counts.items())) or None
+
+
 def model_facts(model: Any) -> dict[str, Any] | None:
-    """Path of a model, its class, its dtype, the number of its parameters, in all and trained, and which of two sets rotates it."""
+    """Path of a model, its class, its dtype, the number of its parameters, in all and trained, its adapter, and which of two sets rotates it."""
     if model is None:
         return None
     from covey.models import rope_factors  # with torch, which `covey env` and `covey view` do not wait for
@@ -144,6 +152,7 @@ def model_facts(model: Any) -> dict[str, Any] | None:
         "parameters": sum(weight.numel() for weight in weights),
         "trained": sum(weight.numel() for weight in weights if weight.requires_grad),
         "adapter": adapter_facts(model),
+        **({"adapter_factors": scales} if (scales := _adapter_factors(model)) is not None else {}),
         **({"rope_factors": factors} if (factors := rope_factors(model)) is not None else {}),
     }
 

@@ -33,6 +33,7 @@ _OF_THE_MODEL: Mapping[str, str] = {
     "class": "the model's class",
     "parameters": "the number of the model's parameters",
     "trained": "the number of parameters that are trained",
+    "adapter_factors": "the factors of the adapter (by lora_alpha)",
     "rope_factors": "the set of rotary factors (longrope)",
 }
 _HOLDS = "the checkpoint holds the state of the former"
