@@ -35,7 +35,9 @@ def test_a_server_that_is_not_there_is_named_before_the_model_is_looked_for(role
         "ensemble member q": {"ensemble": [f"{closed},served_model_name=q"]},
     }[role]
     options = {"reward_funcs": "length", "args": args, "train_dataset": ROWS, **more}
-    with pytest.raises(ServerError, match=rf"The {role} at {closed} cannot be reached within 0.6 s.*refused.*: start"):
+    with pytest.raises(
+        ServerError, match=rf"The {role} at {closed} cannot be reached within server_timeout=0.6 s.*refused.*: start"
+    ):
         GRPOTrainer(model=str(tmp_path / "nowhere"), **options)
     assert f"No {role} answers at {closed} yet; waiting up to 0.6 seconds." in caplog.messages
 

@@ -195,7 +195,7 @@ def expect_server(url: str, called: str, seconds: float) -> None:
         if not is_starting:
             break
     if problem is not None:
-        waited = f" within {seconds:g} seconds" if is_starting and seconds else ""
+        waited = f" within server_timeout={seconds:g} seconds" if is_starting and seconds else ""
         raise ServerError(
             f"The {called} at {url} cannot be reached{waited} ({problem}): start its server, or mend the address."
         )
