@@ -237,6 +237,9 @@ def queue(items: list[dict[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.path.startswith("/moved"):
+                self.move(self.path.replace("moved", "prompts"))
+                return
             asked = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(self.path).query))
             start = json.loads(asked.get("after", "0"))
             found = [
@@ -246,13 +249,16 @@ def queue(items: list[dict[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
 
         def do_POST(self) -> None:
             if self.path == "/moved":
-                self.send_response(301)
-                self.send_header("Location", "/prompts")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+                self.move("/prompts")
                 return
             committed.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["commit"])
             self.answer(b"{}")
+
+        def move(self, place: str) -> None:
+            self.send_response(301)
+            self.send_header("Location", place)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
         def answer(self, body: bytes) -> None:
             self.send_response(200)
@@ -278,10 +284,14 @@ def test_a_queue_over_http_that_is_away_for_a_while(monkeypatch: pytest.MonkeyPa
         order.next()
 
 
-def test_a_commit_that_is_redirected_is_reported_and_not_lost_on_the_way(caplog: pytest.LogCaptureFixture):
+def test_rows_are_followed_where_they_moved_to_and_a_commit_that_is_redirected_is_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which this machine's own addresses are not asked through
+    monkeypatch.delenv("no_proxy", raising=False)
     with queue(rows(0)) as (url, committed):
         order = order_of(url.replace("prompts", "moved"))
-        order.next()
+        assert prompts(order, 1) == ["question 0"]
         order.commit(order.state_dict())
     assert committed == []
     assert "took no commit (HTTP Error 301" in caplog.text

@@ -28,14 +28,14 @@ def names_loopback(host_header: str) -> bool:
 
 
 def opener_of(url: str) -> urllib.request.OpenerDirector:
-    """Proxies from the environment, except to this machine; a redirect is an HTTPError, since urllib drops the body of a POST there."""
+    """Proxies from the environment, except to this machine; a POST's redirect is an HTTPError, since urllib drops its body there."""
     is_here = is_loopback(urlsplit(url).hostname or "")
-    return urllib.request.build_opener(_NoRedirect(), *([urllib.request.ProxyHandler({})] if is_here else []))
+    return urllib.request.build_opener(_Redirects(), *([urllib.request.ProxyHandler({})] if is_here else []))
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *where: Any, **more: Any) -> None:
-        return None
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req: urllib.request.Request, *where: Any) -> urllib.request.Request | None:
+        return super().redirect_request(req, *where) if req.data is None else None
 
 
 def listen(host: str, port: int) -> socket.socket:

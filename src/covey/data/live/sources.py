@@ -118,8 +118,7 @@ class HttpQueue:
 
     def _ask(self, request: urllib.request.Request) -> bytes:
         try:
-            ask = urllib.request.urlopen if request.data is None else opener_of(self.url).open
-            with ask(request, timeout=self.seconds) as answer:
+            with opener_of(self.url).open(request, timeout=self.seconds) as answer:
                 body: bytes = answer.read(_LARGEST_ANSWER + 1)
         except urllib.error.HTTPError as error:
             if error.code == 410:
