@@ -1,5 +1,7 @@
 """A number, a list or None where a public name wants something else: one sentence that names it, before work is spent."""
 
+import re
+
 import pytest
 
 import covey
@@ -47,3 +49,18 @@ def test_a_time_limit_that_is_no_number_above_0_is_refused_where_it_is_written(v
     for call in calls:
         with pytest.raises(covey.CoveyError, match=rf"request_seconds={value!r} must be a finite number above 0"):
             call()
+
+
+@pytest.mark.parametrize(
+    "option, value, told",
+    [
+        ("retries", -1, "retries=-1 must be a finite number of 0 or more."),
+        ("retries", 1.5, "retries=1.5 must be a whole number."),
+        ("max_tokens", 0.5, "max_tokens=0.5 must be a whole number."),
+        ("backoff_seconds", "1", "backoff_seconds='1' must be a finite number of 0 or more."),
+    ],
+)
+def test_an_option_of_a_judge_that_cannot_be_counted_with_is_refused_where_it_is_written(option, value, told):
+    with pytest.raises(covey.CoveyError, match=re.escape(f"judge: {told}")):
+        JudgeReward(URL, "m", **{option: value})
+    assert JudgeReward(URL, "m", retries=0, backoff_seconds=0)

@@ -94,11 +94,11 @@ class Endpoint:
         _expect_address(self.url, self.called)
         if not self.model:
             raise ConfigError(f"{self.called}(model='') names no model; give the one that the endpoint serves.")
-        for name in ("request_seconds", "max_tokens"):
-            expect_positive(f"{self.called}: {name}", getattr(self, name))
-        for name in ("retries", "backoff_seconds"):
-            if (value := getattr(self, name)) != 0:
-                expect_positive(f"{self.called}: {name}, which may be 0 too,", value)
+        for name in ("request_seconds", "max_tokens", "retries", "backoff_seconds"):
+            value = getattr(self, name)
+            expect_positive(f"{self.called}: {name}", value, or_zero=name in ("retries", "backoff_seconds"))
+            if name in ("max_tokens", "retries") and not isinstance(value, int):
+                raise ConfigError(f"{self.called}: {name}={value!r} must be a whole number.")
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
         """The request body as JSON."""
