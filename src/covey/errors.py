@@ -165,8 +165,11 @@ def needed(what: str, extra: str) -> Iterator[None]:
 
 def expect_positive(name: str, value: object, *, or_zero: bool = False) -> None:
     """Raise ConfigError unless it is a finite number above 0, such as seconds of a time limit; 0 too with `or_zero`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf or not (value or or_zero):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not (0 < value < math.inf or (value == 0 and or_zero))
+    ):
         raise ConfigError(f"{name}={value!r} must be a finite number {'of 0 or more' if or_zero else 'above 0'}.")
 
 
