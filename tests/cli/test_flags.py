@@ -68,6 +68,12 @@ def test_a_wrong_flag_is_answered_in_one_sentence(words, said):
     assert said in str(caught.value)
 
 
+def test_of_a_flag_that_is_there_twice_the_last_counts_and_the_other_is_named(caplog):
+    twice = ["--model", "a", "--model=b", "--use-cpu", "--use-cpu", "--reward", "x", "--reward", "y"]
+    assert read_flags(twice, FLAGS) == {"model": "b", "use_cpu": True, "reward": ["x", "y"]}
+    assert [record.getMessage() for record in caplog.records] == ["--model is there twice: b counts, and a does not."]
+
+
 def test_texts_become_values_of_their_types():
     given = {
         "max_steps": "10",

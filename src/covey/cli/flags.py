@@ -3,6 +3,7 @@
 Nothing heavy is imported before every name is known to be right, so a typo is answered at once.
 """
 
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,8 @@ from typing import Any, Union, get_args, get_origin
 
 from covey.errors import ConfigError, did_you_mean
 from covey.files.bounded import MOST_DEPTH, json_depth, read_text, refuse_odd_numbers, yaml_of
+
+logger = logging.getLogger(__name__)
 
 _NUMBER = re.compile(r"-\.?\d")
 _YES_NO = frozenset({"true", "false", "yes", "no", "on", "off", "null", "none"})
@@ -85,6 +88,7 @@ def read_flags(
 
     `positional` names the arguments without a flag, in order; one that is a list flag takes all that are left. Raises ConfigError
     for unknown flags, each with its sentence in `hints` or the nearest name, and for a value that is given by place and by its flag.
+    Of a flag that is there twice the last counts, as in other programs, with a warning.
     """
     by_name = {flag.name: flag for flag in flags}
     parsed: dict[str, Any] = {}
@@ -131,7 +135,7 @@ def _take_flag(
         unknown[name] = spelled
         _following(rest)
         return
-    flag = by_name[name]
+    flag, former = by_name[name], parsed.get(name)
     if flag.is_list:
         values = [assigned] if is_assigned else _following(rest)
         if not values:
@@ -147,6 +151,8 @@ def _take_flag(
         parsed[name] = flag.bare
     else:
         raise ConfigError(f"{flag.spelled} needs a value.")
+    if former not in (None, parsed[name]) and not flag.is_list:
+        logger.warning("%s is there twice: %s counts, and %s does not.", flag.spelled, parsed[name], former)
 
 
 def _is_flag(word: str) -> bool:
