@@ -80,6 +80,19 @@ def test_a_budget_that_cannot_act_is_refused(more, sentence, tmp_path):
         GRPOConfig(str(tmp_path), **options(**more))
 
 
+@pytest.mark.parametrize("limit", [None, "many"])
+def test_without_a_budget_a_wrong_limit_is_left_to_its_own_check(limit, tmp_path):
+    args = GRPOConfig(str(tmp_path), **options(thinking_token_budget=None, generation_kwargs={"max_new_tokens": limit}))
+    with pytest.raises(ConfigError, match=r"max_tokens"):
+        GRPOTrainer(
+            tiny_model(),
+            lambda **rows: [],
+            args,
+            Dataset.from_list([{"prompt": "a"}] * 4),
+            processing_class=tiny_tokenizer(),
+        ).train()
+
+
 def test_agents_and_rollout_functions_write_without_a_budget(tmp_path):
     args = GRPOConfig(str(tmp_path), **options())
     with pytest.raises(ConfigError, match="an agent or a rollout_func asks for its own completions"):

@@ -215,8 +215,8 @@ def refuse_contradictions(config: Any, changed: Mapping[str, Any]) -> None:
     clip = config.reward_clip
     if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
         raise ConfigError(f"reward_clip={clip!r} is no range; give the lowest and the highest value, such as [-5, 5].")
-    budget, most = config.thinking_token_budget, _sampling_limit(config)
-    if budget is not None and budget >= most:
+    budget = config.thinking_token_budget
+    if budget is not None and budget >= (most := _sampling_limit(config)):
         raise ConfigError(
             f"thinking_token_budget={budget} leaves no token of max_completion_length={most} for an answer; lower it or raise the other."
         )
