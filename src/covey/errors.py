@@ -5,6 +5,7 @@ A wrong argument is a ValueError too, and a TypeError where TRL raises one, so t
 
 import difflib
 import math
+import numbers
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -165,11 +166,8 @@ def needed(what: str, extra: str) -> Iterator[None]:
 
 def expect_positive(name: str, value: object, *, or_zero: bool = False) -> None:
     """Raise ConfigError unless it is a finite number above 0, such as seconds of a time limit; 0 too with `or_zero`."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not (0 < value < math.inf or (value == 0 and or_zero))
-    ):
+    number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    if not (0 < number < math.inf or (number == 0 and or_zero)):
         raise ConfigError(f"{name}={value!r} must be a finite number {'of 0 or more' if or_zero else 'above 0'}.")
 
 

@@ -1,13 +1,16 @@
 """A number, a list or None where a public name wants something else: one sentence that names it, before work is spent."""
 
+import json
 import re
 
+import numpy as np
 import pytest
 
 import covey
 from covey import algorithms as alg
 from covey.environments import openenv_environment
 from covey.rewards import JudgeReward
+from covey.rewards.builtin.chat_endpoint import Endpoint
 from covey.serving import read_traces
 
 WRONG = (3, -1.5, None, [3], {"x": 3}, object())
@@ -64,3 +67,10 @@ def test_an_option_of_a_judge_that_cannot_be_counted_with_is_refused_where_it_is
     with pytest.raises(covey.CoveyError, match=re.escape(f"judge: {told}")):
         JudgeReward(URL, "m", **{option: value})
     assert JudgeReward(URL, "m", retries=0, backoff_seconds=0)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.float32])
+def test_numbers_of_numpy_are_taken_as_limits(kind):
+    assert covey.Member(URL, served_model_name="m", request_seconds=kind(3)).request_seconds == 3
+    asked = Endpoint(url=URL, model="m", request_seconds=kind(3), max_tokens=np.int64(5)).body([])
+    assert json.loads(json.dumps(asked))["max_tokens"] == 5

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import http.client
 import json
+import numbers
 import os
 import random
 import re
@@ -97,12 +98,12 @@ class Endpoint:
         for name in ("request_seconds", "max_tokens", "retries", "backoff_seconds"):
             value = getattr(self, name)
             expect_positive(f"{self.called}: {name}", value, or_zero=name in ("retries", "backoff_seconds"))
-            if name in ("max_tokens", "retries") and not isinstance(value, int):
+            if name in ("max_tokens", "retries") and not isinstance(value, numbers.Integral):
                 raise ConfigError(f"{self.called}: {name}={value!r} must be a whole number.")
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
         """The request body as JSON."""
-        shape = {"model": self.model, "temperature": self.temperature, "max_tokens": self.max_tokens}
+        shape = {"model": self.model, "temperature": self.temperature, "max_tokens": int(self.max_tokens)}
         return {**shape, **self.extra, "messages": [dict(message) for message in messages]}
 
     def ask(self, messages: Sequence[Message], until: float) -> Reply:
