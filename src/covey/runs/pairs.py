@@ -12,8 +12,8 @@ from covey.errors import ConfigError, RunFolderError, did_you_mean
 from covey.runs import rollouts
 from covey.runs.upkeep import expect_folder
 
-_COLUMNS = ("step", "group", "prompt", "messages", "conversation", "completion", "finish", "reward")
-"""How the names of the columns that are read begin: lists with an entry a token take most of a file's time."""
+_COLUMNS = "reward|(step|group|prompt|messages|conversation|completion|finish)$"
+"""Pattern of the columns that are read: lists with an entry a token take most of a file's time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -91,22 +92,22 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and (step == 1 or step % every == 0)
 
 
-def read(path: Path, prefixes: Sequence[str] = ("",)) -> list[dict[str, Any]]:
-    """The rows of one file, in order, with the columns whose names begin so. RunFolderError for a file that is missing or damaged."""
+def read(path: Path, columns: str = "") -> list[dict[str, Any]]:
+    """The rows of one file, in order, with the columns that match this pattern from the start. RunFolderError for a missing or damaged file."""
     try:
         with pq.ParquetFile(path) as file:
-            names = [name for name in file.schema_arrow.names if name.startswith(tuple(prefixes))]
+            names = [name for name in file.schema_arrow.names if re.match(columns, name)]
             rows: list[dict[str, Any]] = file.read(columns=names).to_pylist()
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's errors are ValueErrors
         raise RunFolderError(f"{path} cannot be read as rollouts ({error}); the other steps still can.") from error
     return rows
 
 
-def read_each(folder: Path, steps: Sequence[int], prefixes: Sequence[str] = ("",)) -> Iterator[list[dict[str, Any]]]:
+def read_each(folder: Path, steps: Sequence[int], columns: str = "") -> Iterator[list[dict[str, Any]]]:
     """`read` of each step, in this order; of those that the run has removed meanwhile (`thin`, a resume) none."""
     for step in steps:
         try:
-            yield read(path_of(folder, step), prefixes)
+            yield read(path_of(folder, step), columns)
         except RunFolderError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise

@@ -193,7 +193,7 @@ def recorded(run: Path, most: int = _MOST_FILES) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for step in rollouts.steps(run / "rollouts")[-most:]:
         try:
-            rows += rollouts.read(rollouts.path_of(run / "rollouts", step), ("reward",))
+            rows += rollouts.read(rollouts.path_of(run / "rollouts", step), "reward")
         except RunFolderError:
             continue
     return rows
