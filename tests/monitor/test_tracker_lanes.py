@@ -178,6 +178,22 @@ def test_a_tracker_that_fails_in_its_logs_alone_is_told_once_however_much_else_o
     ]
 
 
+def test_a_fault_that_begins_in_an_outage_of_other_calls_is_told_once_they_work(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        raise OSError("full")
+
+    queue = CallQueue("Full")
+    for step in (1, 2, 3):
+        queue.call(f"on_log at step {step}", fail if step == 1 else lambda: None)
+        queue.call(f"on_save at step {step}", fail)
+    assert [record.message.partition(" (")[0] for record in caplog.records] == [
+        "Full failed in on_log at step 1",
+        "Full failed in on_save at step 2",
+    ]
+
+
 def test_a_tracker_that_takes_logs_and_no_tables_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

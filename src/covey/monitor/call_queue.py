@@ -41,7 +41,7 @@ class CallQueue:
     """True if the running call was already counted as dropped."""
     _lost: int = 0
     _failed: dict[str, int] = field(default_factory=dict)
-    """Calls in a row that raised, by their kind: `on_log` may fail where `on_save` has nothing to do."""
+    """Calls in a row that raised, by their kind once it is reported: `on_log` may fail where `on_save` has nothing to do."""
     _is_failing: bool = False
     """True if the last call raised, of any kind: what fails next belongs to the same outage."""
 
@@ -109,9 +109,11 @@ class CallQueue:
             call()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker is third-party code with a server
             error.__traceback__ = None  # TensorBoard raises one exception at each call: it would keep the frames of all
-            self._failed[kind] = self._failed.get(kind, 0) + 1
             was_failing, self._is_failing = self._is_failing, True
-            if self._failed[kind] == 1 and not was_failing:
+            if kind in self._failed:
+                self._failed[kind] += 1
+            elif not was_failing:
+                self._failed[kind] = 1
                 logger.warning(
                     "%s failed in %s (%s: %s); training goes on, and metrics.jsonl has every number.",
                     self.name, what, type(error).__name__, error,
