@@ -68,8 +68,10 @@ def test_max_steps_is_the_number_of_updates_whatever_the_epochs(max_steps, updat
 
 
 @pytest.mark.parametrize("word, said", [("--max-steps", "max_steps=0 must be 1 or more"), ("--steps", "--max-steps")])
-def test_a_wrong_number_of_updates_is_said_before_anything_is_read(capsys, word, said):
-    assert main(["reward", "train", "--model", "demo", "--dataset", "none.jsonl", "-o", "judge", word, "0"]) == 2
+def test_a_wrong_number_of_updates_is_said_before_anything_is_read(tmp_path, capsys, word, said):
+    (tmp_path / "a.jsonl").write_text("no pairs")
+    data, output = str(tmp_path / "a.jsonl"), str(tmp_path / "judge")
+    assert main(["reward", "train", "--model", "demo", "--dataset", data, "-o", output, word, "0"]) == 2
     assert said in capsys.readouterr().err
 
 
