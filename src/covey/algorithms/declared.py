@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
-from covey.errors import ConfigError
+from covey.errors import ConfigError, did_you_mean
 from covey.types import Scores, TokenBatch
 
 _WORDS = {float: "a number", int: "a whole number", bool: "True or False", str: "a text", type(None): "None"}
@@ -29,7 +29,10 @@ def expect_declared(part: Any) -> None:
         elif not any(_fits(value, kind) for kind in kinds):
             allowed = [word for kind in kinds for word in _words(kind)]
             listed = " or ".join([", ".join(allowed[:-1]), allowed[-1]] if len(allowed) > 1 else allowed)
-            raise ConfigError(f"{type(part).__name__}'s {name}={value!r} must be {listed}.")
+            words = [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+            raise ConfigError(
+                f"{type(part).__name__}'s {name}={value!r} must be {listed}.{did_you_mean(str(value), words)}"
+            )
 
 
 @cache
