@@ -58,7 +58,7 @@ class RunFolder:
         self._step = 0 if resumed_from is None else int(checksums.read(resumed_from)["step"])
         self._clock = time.time() - time.monotonic()
         self._refused: set[str] = set()
-        self._is_closed = False
+        self._is_closed = self._is_begun = False
         self._is_taken = False
         """True: another run has its place, and nothing of this one is written there any more."""
         self._run_json: dict[str, Any] = {}
@@ -71,23 +71,29 @@ class RunFolder:
         self.close("finished" if kind is None else "failed")
 
     @staticmethod
-    def create(
+    def create(path: str | os.PathLike[str], **options: Any) -> RunFolder:
+        """The folder, made, locked for this process, and begun. `options`: those of `locked`."""
+        run = RunFolder.locked(path, **options)
+        try:
+            run.begin()
+        except BaseException:
+            run._lock.release()
+            raise
+        return run
+
+    @staticmethod
+    def locked(
         path: str | os.PathLike[str], *, resume: Path | None = None, strict: bool = False, restarts: bool = False
     ) -> RunFolder:
-        """The folder, made and locked for this process.
+        """The folder, made and locked for this process; what is there stays until `begin`, which `describe` calls.
 
-        `resume`: the checkpoint to continue from. One in this folder continues its run: records of later steps go (they
-        will be made again), later checkpoints are moved to `previous-N/`. One elsewhere makes that run the parent of a
-        new one. Without it, a run that is already there is moved to `previous-N/`, whole and with a warning, so a script that runs
-        twice loses nothing; foreign files stay where they are.
-        `strict`, for the command line, refuses a folder that holds another run or foreign files; `restarts` allows a run that
-        ended before its first checkpoint.
-        Raises RunFolderError in one sentence with the way out, before anything is touched.
+        `resume`: the checkpoint to continue from. One in this folder continues its run, one elsewhere makes that run the parent of a
+        new one. `strict`, for the command line, refuses a folder that holds another run or foreign files; `restarts` allows a run that
+        ended before its first checkpoint. Raises RunFolderError in one sentence with the way out, before anything is touched.
         """
         folder = output_dir.checked(path)
         refuse_trespass(folder)
-        resumes_here = resume is not None and resume.resolve().parent == folder.resolve()
-        if strict and not resumes_here:
+        if strict and not output_dir.is_inside(resume, folder):
             output_dir.refuse_occupied(folder, restarts)
         output_dir.make(folder)
         lock = FolderLock(folder)
@@ -95,15 +101,23 @@ class RunFolder:
         try:
             checkpoint.clear_leftovers(folder)
             saved = (manifest.read(folder / manifest.NAME) or {}).get(SAVED) or {}
-            if not resumes_here and output_dir.holds_run(folder):
-                output_dir.set_aside(folder)
-            run = RunFolder(folder, lock, resume, saved)
-            if resumes_here:
-                run.rewind(run._step)
+            return RunFolder(folder, lock, resume, saved)
         except BaseException:
             lock.release()
             raise
-        return run
+
+    def begin(self) -> None:
+        """Go on with the run of a checkpoint in the folder: records of later steps go (they will be made again), later checkpoints are
+        moved to `previous-N/`. Else move a run that is there to `previous-N/`, whole and with a warning, so that a script that runs
+        twice loses nothing; foreign files stay. A second call does nothing.
+        """
+        if self._is_begun:
+            return
+        self._is_begun = True
+        if output_dir.is_inside(self.resumed_from, self.path):
+            self.rewind(self._step)
+        elif output_dir.holds_run(self.path):
+            output_dir.set_aside(self.path)
 
     def describe(
         self,
@@ -119,6 +133,7 @@ class RunFolder:
 
         After a resume, the run keeps its identity, and the new attempt says what changed (options, versions, source).
         """
+        self.begin()
         config = args.to_dict() if hasattr(args, "to_dict") else dict(args)
         run_json = manifest.describe(
             config=config, algorithm=algorithm, rewards=rewards, reward_weights=reward_weights, dataset=dataset,
@@ -276,7 +291,7 @@ class RunFolder:
             self.restore()
             for log in self._logs:
                 log.close()
-            run_json = manifest.read(self.path / manifest.NAME) or self._run_json
+            run_json = (manifest.read(self.path / manifest.NAME) if self._is_begun else None) or self._run_json
             if run_json.get("attempts"):
                 self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, self._ended(run_json, outcome)))
         except RunFolderError:
@@ -287,7 +302,7 @@ class RunFolder:
             self._lock.release()
 
     def _parent(self) -> dict[str, Any] | None:
-        if self.resumed_from is None or self.resumed_from.resolve().parent == self.path.resolve():
+        if self.resumed_from is None or output_dir.is_inside(self.resumed_from, self.path):
             return None
         theirs = manifest.read(self.resumed_from.parent / manifest.NAME) or {}
         return {"run": str(self.resumed_from.parent), "id": theirs.get("id"), "checkpoint": self.resumed_from.name}

@@ -35,15 +35,20 @@ def checked(path: str | os.PathLike[str]) -> Path:
 
 
 def expect_usable(path: str | os.PathLike[str], resume: Path | None, restarts: bool) -> None:
-    """Raise what `RunFolder.create(strict=True)` would raise, and make nothing."""
+    """Raise what `RunFolder.locked(strict=True)` would raise, and make nothing."""
     folder = checked(path)
     refuse_trespass(folder)
-    if resume is None or resume.resolve().parent != folder.resolve():
+    if not is_inside(resume, folder):
         refuse_occupied(folder, restarts)
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not there.is_dir():
         raise RunFolderError(f"output_dir {folder} is a file; give the path of a folder.")
     _refuse_unwritable(there)
+
+
+def is_inside(resume: Path | None, folder: Path) -> bool:
+    """True for a checkpoint of the run in this folder."""
+    return resume is not None and resume.resolve().parent == folder.resolve()
 
 
 def _refuse_unwritable(folder: Path) -> None:

@@ -227,7 +227,9 @@ def build_parts(
     num_prompts: int | None,
     stop: StopRequest,
 ) -> Parts:
-    """Parts of the training loop. `session` creates the session from learner, number of steps and epoch length."""
+    """Parts of the training loop. `session` creates the session from learner, number of steps and epoch length: last, as it begins
+    the run's folder, which what is refused before leaves as it is.
+    """
     args = inputs.args
     refuse_scaled_greedy(inputs.algorithm, inputs.scorer)
     counts = batch_arithmetic(args, inputs.world.size, num_prompts)
@@ -244,7 +246,6 @@ def build_parts(
     learner = build_learner(inputs, counts.total_steps, optimizers, updates > 1, networks, **callbacks)
     attach(inputs, interruption)
     languages = languages_of(args, inputs.algorithm)
-    made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
     sizes: dict[str, Any] = {
         "prompts_per_rollout": counts.prompts_per_generation * max(1, len(languages)),
         "num_generations": args.num_generations // max(1, len(languages)),
@@ -268,7 +269,7 @@ def build_parts(
         scorer=inputs.scorer,
         learner=learner,
         algorithm=inputs.algorithm,
-        session=made,
+        session=session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps)),
         world=inputs.world,
         interruption=interruption,
         sampling_for=sampling,

@@ -262,7 +262,7 @@ class GRPOTrainer(TRLInterface):
 
     def _folder(self, start: Path | None) -> AbstractContextManager[RunFolder | None]:
         options: dict[str, Any] = {"resume": start, "strict": self.is_strict, "restarts": self._restarts}
-        return RunFolder.create(self.output_dir, **options) if self.world.is_main else nullcontext()
+        return RunFolder.locked(self.output_dir, **options) if self.world.is_main else nullcontext()
 
     def _parts_without_training(self) -> Parts:
         """Parts for an evaluation without training in this process."""
