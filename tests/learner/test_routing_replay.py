@@ -22,6 +22,7 @@ from covey.kernels import find_routers
 from covey.learner.expert_choices import expect_replay
 from covey.learner.packing import Row, unscored_row
 from covey.learner.policy import Policy
+from covey.learner.preparation import checkpoint_activations
 from covey.rollout import NativeSampler, SamplingParams, worker_process
 from covey.runs import serialization
 from covey.training.build_learner import auxiliary_coefficient
@@ -218,6 +219,20 @@ def test_a_model_that_declares_a_coefficient_and_computes_no_balancing_loss_has_
     assert auxiliary_coefficient(SimpleNamespace(router_aux_loss_coef=None), model) == 0.0
     with pytest.raises(ConfigError, match="Llama4ForCausalLM computes no load-balancing loss; leave it out"):
         auxiliary_coefficient(SimpleNamespace(router_aux_loss_coef=0.1), model)
+
+
+def test_reentrant_checkpoints_which_take_the_gradient_from_the_balancing_loss_are_refused():
+    model, reentrant = expert_model("Qwen3Moe"), {"use_reentrant": True}
+    options = {"checkpoints_activations": True, "gradient_checkpointing_kwargs": reentrant}
+    with pytest.raises(
+        ConfigError, match="would take the gradient from the load-balancing loss .* router_aux_loss_coef=0"
+    ):
+        auxiliary_coefficient(SimpleNamespace(router_aux_loss_coef=None, **options), model)
+    assert auxiliary_coefficient(SimpleNamespace(router_aux_loss_coef=0.0, **options), model) == 0.0
+    checkpoint_activations(model.train(), reentrant)
+    balance = Policy(model, pad_id=0, auxiliary_coefficient=1.0).measure(ROWS).balance
+    assert balance is not None
+    assert not balance.probability.requires_grad, "PyTorch leaves it without one: else it need not be refused"
 
 
 def test_log_probabilities_do_not_depend_on_the_balancing_loss():

@@ -239,8 +239,13 @@ def auxiliary_coefficient(args: GRPOConfig, model: Any) -> float:
             f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(unwrapped(model)).__name__} computes no load-balancing loss; "
             "leave it out."
         )
-    chosen = declared if args.router_aux_loss_coef is None else args.router_aux_loss_coef
-    return float(chosen or 0.0) if has_router else 0.0
+    chosen = (declared if args.router_aux_loss_coef is None else args.router_aux_loss_coef) if has_router else 0.0
+    if chosen and args.checkpoints_activations and as_dict(args.gradient_checkpointing_kwargs).get("use_reentrant"):
+        raise ConfigError(
+            "gradient_checkpointing_kwargs={'use_reentrant': True} would take the gradient from the load-balancing loss of the model's "
+            "experts, whose routers run without one there; leave it out, or set router_aux_loss_coef=0."
+        )
+    return float(chosen or 0.0)
 
 
 def checkpoint_once(policy: Policy) -> bool:
