@@ -1,5 +1,7 @@
 """Completions of prompts with media: greedy as `generate`, the same whatever the batch, never a token that stands for an image or a sound."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from media_prompts import ALL, EMBEDDED, GREEDY, expect_drawn_is_measured, generated, prompts, tiny_of
@@ -40,6 +42,23 @@ def test_beams_over_several_images_of_a_prompt_are_refused():
     assert len(list(sampler.sample([one], 2, GREEDY))) == 1
     with pytest.raises(ConfigError, match="prompt 0:1 has 2 images or sounds, .* leave num_beams out"):
         list(sampler.sample([two], 2, GREEDY))
+
+
+@pytest.mark.filterwarnings("ignore:Completions of prompts with media are written by plain transformers")
+def test_with_a_thinking_budget_prompts_of_text_stay_with_the_native_engine(monkeypatch):
+    model, processor = tiny_of("llava")
+    sampler = choose_sampler(model, processor.tokenizer, thinking_tokens=2, attention="torch")
+    monkeypatch.setattr(type(sampler), "reason_against_media", lambda self, prompt: "as a test says")
+    seen = prompts(processor, "llava")[0]
+    text = replace(seen, uid="text", media=None, token_ids=(5, 6, 7))
+    drawn = []
+    write = TransformersSampler.sample
+    record = lambda self, given, *rest: drawn.extend(prompt.uid for prompt in given) or write(self, given, *rest)
+    monkeypatch.setattr(TransformersSampler, "sample", record)
+    groups = list(sampler.sample([seen, text], 1, GREEDY))
+    assert {group.prompt.uid for group in groups} == {seen.uid, "text"}
+    assert drawn
+    assert all(uid.startswith(seen.uid) for uid in drawn)
 
 
 @KIND

@@ -20,7 +20,7 @@ from covey.rollout.hf import TransformersSampler, Way
 from covey.rollout.prompts import PromptLike, as_prompts
 from covey.rollout.sampler import SamplingParams, TokenSampler
 from covey.rollout.sampling import fresh_seed
-from covey.rollout.thinking import ThinkingBudget
+from covey.rollout.thinking import ThinkingBudget, may_answer
 from covey.rollout.turns import TurnSampler
 from covey.rollout.vllm import ServerSampler, VLLMSampler
 from covey.rollout.whole_keys import WholeKeysForward
@@ -45,7 +45,7 @@ class SplitSampler(NativeSampler):
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
-        if self.environment is not None:
+        if may_answer(self.environment):
             return self._until_shown(as_prompts(prompts, self.tokenizer, None, n=n), n, params)
         seen = [prompt for prompt in prompts if isinstance(prompt, Prompt) and prompt.media is not None]
         reason = self.reason_against_media(seen[0]) if seen else None

@@ -31,6 +31,7 @@ from covey.rollout.scheduler import Scheduler
 from covey.rollout.static_buffers import StaticStates
 from covey.rollout.static_kv_cache import Attention, bucket_below
 from covey.rollout.stopping import checked_eos_ids
+from covey.rollout.thinking import may_answer
 from covey.types import Group, Metric, Prompt, merge_metrics
 
 logger = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ class NativeSampler:
         """Reason why prompts with media cannot be computed by this engine, told by one of them, once; None if they can."""
         if self._media_reason is None:
             reason = reason_against(self.model, prompt) or self.forward.text_only
-            if reason is None and self.forward.is_indexed and self.environment is not None:  # its answers may be media
+            if reason is None and self.forward.is_indexed and may_answer(self.environment):  # its answers may be media
                 reason = "its layers keep more than keys and values"
             self._media_reason = (reason,)
         return self._media_reason[0]

@@ -22,6 +22,11 @@ DEFAULT_MARKS = ThoughtMarks("<think>", "</think>", None)
 """Those of a tokenizer whose chat template has none: models are taught them by `think_format`."""
 
 
+def may_answer(environment: Environment | None) -> bool:
+    """True if an environment may reply to turns that end by themselves, with media too; a budget of its own does not."""
+    return (environment.environment if isinstance(environment, ThinkingBudget) else environment) is not None
+
+
 @dataclass(frozen=True, eq=False)
 class ThinkingBudget:
     """An environment that closes the thoughts of a turn after `tokens` tokens; `environment` answers turns that end by themselves."""
