@@ -160,16 +160,16 @@ def test_the_command_says_what_is_missing(words, sentence, capsys):
 def test_an_output_that_cannot_be_written_is_told_before_the_rows_are_read(place, tmp_path, capsys):
     (tmp_path / "a-file").touch()
     (tmp_path / "folder.jsonl").mkdir()
-    words = ["nowhere.jsonl", "--features", "length", "--output", str(tmp_path / place), "--overwrite"]
+    (tmp_path / "a.jsonl").write_text("no rows")
+    words = [str(tmp_path / "a.jsonl"), "--features", "length", "--output", str(tmp_path / place), "--overwrite"]
     assert main(["features", *words]) == 74
     assert f"{tmp_path / place} cannot be written" in capsys.readouterr().err
 
 
 def test_rows_that_cannot_be_described_leave_the_file_that_was_there(tmp_path):
-    path = tmp_path / "rows.jsonl"
+    data, path = tmp_path / "a.jsonl", tmp_path / "out" / "rows.jsonl"
+    path.parent.mkdir()
     path.write_text("earlier")
-    assert (
-        main(["features", str(tmp_path / "no.jsonl"), "--features", "length", "--output", str(path), "--overwrite"])
-        == 2
-    )
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["earlier"]
+    data.write_text("no rows")
+    assert main(["features", str(data), "--features", "length", "--output", str(path), "--overwrite"]) == 2
+    assert [file.read_text() for file in path.parent.iterdir()] == ["earlier"]
