@@ -71,7 +71,12 @@ def test_a_wrong_flag_is_answered_in_one_sentence(words, said):
 def test_of_a_flag_that_is_there_twice_the_last_counts_and_the_other_is_named(caplog):
     twice = ["--model", "a", "--model=b", "--use-cpu", "--use-cpu", "--reward", "x", "--reward", "y"]
     assert read_flags(twice, FLAGS) == {"model": "b", "use_cpu": True, "reward": ["x", "y"]}
-    assert [record.getMessage() for record in caplog.records] == ["--model is there twice: b counts, and a does not."]
+    key = (Flag(name="api_key", help="A key."),)
+    assert read_flags(["--api-key", "one-secret", "--api-key", "another"], key) == {"api_key": "another"}
+    assert [record.getMessage() for record in caplog.records] == [
+        "--model is there twice: b counts, and a does not.",
+        "--api-key is there twice: *** counts, and *** does not.",
+    ]
 
 
 def test_texts_become_values_of_their_types():

@@ -14,6 +14,7 @@ from typing import Any, Union, get_args, get_origin
 
 from covey.errors import ConfigError, did_you_mean
 from covey.files.bounded import MOST_DEPTH, json_depth, read_text, refuse_odd_numbers, yaml_of
+from covey.runs.masking import mask
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,8 @@ def _take_flag(
     else:
         raise ConfigError(f"{flag.spelled} needs a value.")
     if former not in (None, parsed[name]) and not flag.is_list:
-        logger.warning("%s is there twice: %s counts, and %s does not.", flag.spelled, parsed[name], former)
+        shown = mask([parsed[name], former], name)
+        logger.warning("%s is there twice: %s counts, and %s does not.", flag.spelled, *shown)
 
 
 def _is_flag(word: str) -> bool:
