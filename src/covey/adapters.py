@@ -17,11 +17,17 @@ from covey.files.bounded import read_json
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 _PATTERNS = ("rank_pattern", "alpha_pattern")
+_VALUES = "from which no layer with an adapter takes its value: the first entry that ends a layer's name counts"
+_IDLE = {
+    **dict.fromkeys(_PATTERNS, _VALUES),
+    "modules_to_save": "which ends no module's name",
+    "layers_to_transform": "where no layer gets an adapter",
+}
+"""Options with entries that PEFT passes over, and what such an entry is."""
 SECOND_ADAPTER = (
     "peft_config (--lora-r) asks for a new adapter, but {} one already. Leave it out to go on training that adapter, or add it into "
     "its base first (covey merge ADAPTER -o FOLDER) and train a new one on the result."
@@ -105,6 +111,9 @@ def _refuse_unfit(adapted: Any) -> None:
             raise ConfigError(f"The adapter's kind, {str(kind).rsplit('.')[-1]}, {_UNFIT[kind]}; use LoRA or another.")
     if any(getattr(module, "merged_adapters", ()) for module in adapted.modules()):
         raise ConfigError("The adapter is merged into its base, where no gradient reaches it; call unmerge_adapter().")
+    scaled = [module for module in adapted.modules() if isinstance(getattr(module, "scaling", None), dict)]
+    if any(module.scaling.get(name) == 0 for module in scaled for name in module.active_adapters):
+        raise ConfigError("The adapter has layers of scale 0, where no gradient reaches it; leave alpha 0 out.")
 
 
 def refuse_quantized(model: Any, device: torch.device, has_adapter: bool) -> None:
@@ -197,8 +206,8 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
     _refuse_options(model, peft_config)
     experts, requested = expert_parameters(model), copy(getattr(peft_config, "target_modules", None))
     _refuse_unknown_parameters(model, peft_config, experts)
-    entries = {option: [*(getattr(peft_config, option, None) or ())] for option in _PATTERNS}
-    whole = [*(getattr(peft_config, "modules_to_save", None) or ())]
+    options = {option: getattr(peft_config, option, None) for option in _IDLE}
+    entries = {option: [held] if isinstance(held, int) else [*(held or ())] for option, held in options.items()}
     try:
         with _without_notes_of_peft():
             adapted = get_peft_model(model, peft_config)
@@ -209,18 +218,15 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
                 "leave the experts out of target_parameters and target_modules."
             ) from error
         raise ConfigError(f"peft_config cannot be used with this model: {first_line(error)}") from error
-    used = _settle(adapted)
+    ends, names = _settle(adapted), [name for name, _ in adapted.named_modules()]
+    ends.update(end for end in entries["modules_to_save"] if any(name.endswith(end) for name in names))
+    targeted = getattr(adapted.base_model, "targeted_module_names", ())
+    used = {*ends, *(int(number) for name in targeted for number in re.findall(r"\.(\d+)\.", name)[:1])}
     for option, keys in entries.items():
         if idle := [key for key in keys if key not in used]:
-            logger.warning(
-                "%s holds %s, from which no layer with an adapter takes its value: the first entry that ends a layer's name counts.",
-                option, ", ".join(map(repr, idle)),
-            )  # fmt: skip
+            logger.warning("%s holds %s, %s.", option, ", ".join(map(repr, idle)), _IDLE[option])
     if requested == "all-linear" or isinstance(requested, list | set | tuple):
         _name_left_out(model, requested, experts)  # which has the layers of PEFT in it now
-    names = [name for name, _ in adapted.named_modules()]
-    if idle := [end for end in whole if not any(name.endswith(end) for name in names)]:
-        logger.warning("modules_to_save holds %s, which ends no module's name.", ", ".join(map(repr, idle)))
     return adapted
 
 
@@ -306,12 +312,12 @@ def _name_left_out(base: Any, requested: Any, experts: Sequence[str]) -> None:
     from torch import nn
 
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
-    linear, done = set[str](), set[str]()
+    linear, done, inner = set[str](), set[str](), re.compile(r"\.(lora_|modules_to_save\.|original_module)")
     for place, module in base.named_modules():
         if hasattr(module, "get_base_layer"):
             parameter = getattr(module, "parameter_name", None)
             done.add(_end_of(re.sub(r"(\.base_layer)+$", "", place)) + (f".{parameter}" if parameter else ""))
-        elif isinstance(module, nn.Linear) and module is not head and ".lora_" not in place:
+        elif isinstance(module, nn.Linear) and module is not head and not inner.search(place):
             linear.add(_end_of(place.removesuffix(".base_layer")))
     is_requested = lambda name: requested == "all-linear" or any(f".{name}".endswith(f".{end}") for end in requested)
     left = sorted(name for name in linear - done if is_requested(name))
@@ -334,19 +340,6 @@ def _matches(base: Any, end: str) -> bool:
     fused = [getattr(module, "parameter_name", "") for module in base.modules()]
     part = end.removesuffix("_proj")
     return any(f".{name}".endswith(f".{end}") for name in names) or any(part and part in name for name in fused)
-
-
-def by_rank(factor: Tensor, rank: int, *, is_up: bool) -> Tensor | None:
-    """A view of a LoRA factor with its rank in dimension 1: A as [E, r, in], B (`is_up`) as [out, r, E]; None if it has no such rank.
-
-    E experts of one parameter stand in one factor of PEFT: A holds the ranks of an expert together, B the experts of a rank.
-    A linear layer is the case E = 1.
-    """
-    dim = 1 if is_up else 0
-    if factor.ndim < 2 or factor.shape[dim] % rank:
-        return None
-    view: Tensor = factor.unflatten(dim, (rank, -1) if is_up else (-1, rank))
-    return view
 
 
 _PLAIN = frozenset({

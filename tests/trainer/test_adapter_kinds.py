@@ -38,6 +38,9 @@ REFUSED = {
     "EVA without its data": (lambda: lora(init_lora_weights="eva"), "init_lora_weights='eva' begins from data"),
     "LoRA-GA without its data": (lambda: lora(init_lora_weights="lora_ga"), "init_lora_weights='lora_ga' begins from"),
     "a text of modules": (lambda: lora(modules_to_save="lm_head"), r"the text 'lm_head', read by the letter; give \['"),
+    "LoRA of alpha 0": (lambda: lora(lora_alpha=0), "has layers of scale 0, where no gradient reaches it"),
+    "one layer of alpha 0": (lambda: lora(alpha_pattern={"q_proj": 0}), "has layers of scale 0, where no gradient"),
+    "LoKr of alpha 0": (lambda: kind("LoKrConfig", alpha=0), "has layers of scale 0, where no gradient reaches it"),
     "no token": (lambda: lora(trainable_token_indices=[]), "trainable_token_indices names no token"),
     "a token beyond the vocabulary": (
         lambda: lora(trainable_token_indices=[9999]),
@@ -75,6 +78,19 @@ def test_modules_to_save_that_no_module_has_are_named(caplog):
     assert [record.getMessage() for record in caplog.records if "modules_to_save" in record.getMessage()] == [
         "modules_to_save holds 'lm_haed', which ends no module's name."
     ]
+
+
+def test_layers_to_transform_that_the_model_lacks_are_named(caplog):
+    with_adapter(tiny_model("qwen2", layers=2), lora(layers_to_transform=[1, 7]))
+    with_adapter(tiny_model("qwen2", layers=2), lora(layers_to_transform=1))
+    named = [record.getMessage() for record in caplog.records]
+    assert named == ["layers_to_transform holds 7, where no layer gets an adapter."]
+
+
+def test_a_head_that_is_trained_whole_is_not_named_as_left_out(caplog):
+    model = tiny_model("qwen2", tie_word_embeddings=False)
+    with_adapter(model, lora(target_modules="all-linear", modules_to_save=["lm_head"]))
+    assert not caplog.records
 
 
 def test_factors_in_blocks_are_measured_as_weights():

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from covey.adapters import adapter_options, base_of, by_rank, changes_base, odd_options, place_of, scaling
+from covey.adapters import adapter_options, base_of, changes_base, odd_options, place_of, scaling
 from covey.errors import ConfigError, ModelError
 from covey.files.bounded import read_json
 from covey.models.merging.methods import is_zero
@@ -83,11 +83,24 @@ def _check_tensors(folders: Sequence[Path], loaded: Sequence[dict[str, Tensor]])
 
 def _factors(folder: Path, tensors: dict[str, Tensor], layer: str, rank: int) -> tuple[Tensor, Tensor]:
     """A layer's A [E, r, in] and B [out, r, E], of E experts in one parameter or of a linear layer, where E is 1."""
-    a = by_rank(tensors[f"{layer}.lora_A.weight"].float(), rank, is_up=False)
-    b = by_rank(tensors[f"{layer}.lora_B.weight"].float(), rank, is_up=True)
+    a = _by_rank(tensors[f"{layer}.lora_A.weight"].float(), rank, is_up=False)
+    b = _by_rank(tensors[f"{layer}.lora_B.weight"].float(), rank, is_up=True)
     if a is None or b is None:
         raise ConfigError(f"{folder} does not hold rank {rank} in {layer}, as its adapter_config.json says.")
     return a, b
+
+
+def _by_rank(factor: Tensor, rank: int, *, is_up: bool) -> Tensor | None:
+    """A view of a LoRA factor with its rank in dimension 1: A as [E, r, in], B (`is_up`) as [out, r, E]; None if it has no such rank.
+
+    E experts of one parameter stand in one factor of PEFT: A holds the ranks of an expert together, B the experts of a rank.
+    A linear layer is the case E = 1.
+    """
+    dim = 1 if is_up else 0
+    if factor.ndim < 2 or factor.shape[dim] % rank:
+        return None
+    view: Tensor = factor.unflatten(dim, (rank, -1) if is_up else (-1, rank))
+    return view
 
 
 def _to_rank(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
@@ -167,7 +180,7 @@ def weights_on_same_base(model: Any, folder: str | Path) -> dict[str, Any] | Non
         whole = parameter.detach().new_zeros(parameter.shape)  # no such layer there: a B of zeros changes nothing
         if value is not None:
             is_up = ".lora_B." in name
-            part, places = by_rank(value, rank, is_up=is_up), by_rank(whole, room, is_up=is_up)
+            part, places = _by_rank(value, rank, is_up=is_up), _by_rank(whole, room, is_up=is_up)
             if part is None or places is None or part[:, :1].shape != places[:, :1].shape:
                 return None
             places[:, :rank] = part * (factor if is_up else 1.0)
