@@ -15,6 +15,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
 ROWS = [{"prompt": f"Tom has {i} apples.", "task": "ab"[i % 2]} for i in range(12)]
 ELSEWHERE = {
     *(
+        "clock_offset",
         "aux_loss",
         "experts/max_load",
         "experts/entropy",
@@ -35,7 +36,7 @@ ELSEWHERE = {
         "sft/left_out",
     ),
 }
-"""Of models with experts, of critics, of GPUs, of rewards with a schedule, a worker or a memory, of memory that ran out."""
+"""Of a clock that was set, of models with experts, of critics, of GPUs, of rewards with a schedule, a worker or a memory, of memory that ran out."""
 
 
 def ab_format(completions: list[str], **columns: Any) -> list[float]:
