@@ -87,7 +87,7 @@ def run_of(name, place):
 )
 def test_each_adapter_is_bit_equal_to_its_run_alone_whatever_else_differs(names, base, tmp_path):
     runs = [run_of(name, tmp_path / "together") for name in names]
-    trainers = covey.train_together(base, runs, train_dataset=ROWS)
+    trainers = covey.train_together(base, iter(runs), train_dataset=ROWS)
     for name, trainer in zip(names, trainers, strict=True):
         alone = GRPOTrainer(str(base), train_dataset=ROWS, **run_of(name, tmp_path / "alone"))
         alone.train()

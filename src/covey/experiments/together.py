@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ _MANY_A_PROCESS = "tensorboard"
 
 def train_together(
     model: str | Path,
-    runs: Sequence[Mapping[str, Any]],
+    runs: Iterable[Mapping[str, Any]],
     *,
     resume_from_checkpoint: str | bool | None = None,
     **common: Any,
@@ -39,12 +39,13 @@ def train_together(
     A run that fails does not end the others; its error is raised after they ended. After a stop signal every run saves a
     checkpoint, and KeyboardInterrupt or SystemExit(75) is raised. Raises ConfigError for runs that cannot share a process.
     """
-    if not isinstance(runs, Sequence) or not all(isinstance(run, Mapping) for run in runs):
+    listed = list(runs) if isinstance(runs, Iterable) else [runs]
+    if not all(isinstance(run, Mapping) for run in listed):
         raise ArgumentTypeError(
             f"runs={runs!r:.60} must be a list of mappings, each with the arguments of a GRPOTrainer."
         )
     # PEFT modifies the configuration in place
-    together = [{**common, **run} for run in runs]
+    together = [{**common, **run} for run in listed]
     together = [{**run, "peft_config": copy.deepcopy(run.get("peft_config"))} for run in together]
     for number, run in enumerate(together):
         if not isinstance(run.get("args"), GRPOConfig):
