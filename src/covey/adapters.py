@@ -219,7 +219,7 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
             ) from error
         raise ConfigError(f"peft_config cannot be used with this model: {first_line(error)}") from error
     ends, names = _settle(adapted), [name for name, _ in adapted.named_modules()]
-    ends.update(end for end in entries["modules_to_save"] if any(name.endswith(end) for name in names))
+    ends.update(str(end) for end in entries["modules_to_save"] if any(name.endswith(end) for name in names))
     targeted = getattr(adapted.base_model, "targeted_module_names", ())
     used = {*ends, *(int(number) for name in targeted for number in re.findall(r"\.(\d+)\.", name)[:1])}
     for option, keys in entries.items():
