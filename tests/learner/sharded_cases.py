@@ -137,6 +137,11 @@ RUNS = {
     "divergences of teachers by a column": {"algorithm": lambda: by_divergence()},
     "value model": {**SAVED, "algorithm": lambda: alg.ppo(critic_model="separate")},
     "adapter": {**SAVED, "peft": True},
+    "an adapter on embeddings": {
+        **SAVED,
+        "model": lambda: tiny_model(hidden=16, layers=2, tie_word_embeddings=False),
+        "peft": {"target_modules": ["q_proj", "embed_tokens"]},
+    },
     "offloaded": {**SAVED, "fsdp": "full_shard auto_wrap offload", "max_grad_norm": 0.05},
     "layers with a state": {"model": lambda: build("qwen3_5_text")},
     "an adapter on layers with a state": {
@@ -195,6 +200,7 @@ def trainer_of(folder, processes, *, algorithm=None, peft=False, model=None, **c
         given = {name: value for name, value in given.items() if name not in ("loss_type", "beta")}
     built = tiny_model(hidden=16, layers=2) if model is None else model()
     adapter = {"target_modules": "all-linear", "target_parameters": expert_parameters(built) or None}
+    adapter |= peft if isinstance(peft, dict) else {}
     return GRPOTrainer(
         model=built,
         processing_class=tiny_tokenizer(),
@@ -330,9 +336,15 @@ def drawn(folder):
 # -- all of it ------------------------------------------------------------------------------------------------------------------
 
 QUICK_CASES = ("grpo", "gspo", "rlsd", "otb", "kl-cov", "ppo with a model of its own")
-QUICK_RUNS = ("adapter", "a teacher by token", "a teacher that is an average", "teachers by a column")
+QUICK_RUNS = (
+    "adapter",
+    "an adapter on embeddings",
+    "a teacher by token",
+    "a teacher that is an average",
+    "teachers by a column",
+)
 RESUMED = (
-    *("adapter", "offloaded", "moving reference", "value model"),
+    *("adapter", "an adapter on embeddings", "offloaded", "moving reference", "value model"),
     *("a teacher that is an average", "a teacher of the start", "an adapter's average"),
 )
 """Whose checkpoints hold more than a policy and its optimizer."""

@@ -113,6 +113,7 @@ def test_weights_are_gathered_once_a_rollout_and_freed(pair):
         assert before == after
 
 
+@pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.")
 @pytest.mark.parametrize("name", cases.QUICK_RUNS)
 def test_a_run_ends_with_the_same_weights(name, pair, tmp_path):
     expect_run(name, pair[0], tmp_path)

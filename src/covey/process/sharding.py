@@ -6,7 +6,7 @@ of which every process holds its rows of `torch.chunk`; a gradient arrives reduc
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -305,17 +305,19 @@ def total_norm(tensors: Iterable[Tensor], world: World) -> float:
     return math.sqrt(part + norm(plain).item())
 
 
-def whole_state(module: nn.Module, *, trained_only: bool = False, keeps: bool = True) -> dict[str, Tensor]:
+def whole_state(
+    module: nn.Module, *, trained_only: bool = False, also: Collection[str] = (), keeps: bool = True
+) -> dict[str, Tensor]:
     """The module's full `state_dict` on the CPU; tied tensors stay tied. Collective.
 
-    `trained_only`: without frozen parameters. `keeps` False: this process only takes part, and gets an empty dict.
+    `trained_only`: without frozen parameters, `also` excepted. `keeps` False: this process only takes part, and gets an empty dict.
     """
     frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     copies: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, value in module.state_dict().items():
-        if trained_only and name in frozen:
+        if trained_only and name in frozen and name not in also:
             continue
         key = id(parameters.get(name, value))
         if key not in copies:

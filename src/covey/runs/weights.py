@@ -1,8 +1,11 @@
 """Path of the weights that a user names: a model, an adapter, a checkpoint, or the newest checkpoint of a run."""
 
 import os
+import warnings
 from pathlib import Path
+from typing import Any
 
+from covey.adapters import has_adapter
 from covey.errors import CheckpointError, ModelError
 
 FINAL = "model"
@@ -76,3 +79,17 @@ def _expect_as_written(folder: Path) -> None:
         is_weights = name.endswith((".safetensors", ".bin")) and not name.startswith("covey_state")
         if is_weights and (wrong := checksums.problem(folder, name, entry)):
             raise CheckpointError(f"{folder} is damaged: {wrong}. {_MEND}")
+
+
+def names_to_write(model: Any) -> set[str]:
+    """Names of the `state_dict` that PEFT writes of a model's adapters, with frozen factors and a base's embeddings; none without an adapter."""
+    if not has_adapter(model):
+        return set()
+    from peft import get_peft_model_state_dict
+
+    state, written = model.state_dict(), set[int]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in model.peft_config:
+            written.update(map(id, get_peft_model_state_dict(model, state_dict=state, adapter_name=name).values()))
+    return {name for name, value in state.items() if id(value) in written}

@@ -27,6 +27,7 @@ from covey.rollout import NativeSampler
 from covey.runs import RunFolder, checkpoint, evaluations, rollouts
 from covey.runs.provenance import weight_facts
 from covey.runs.resuming import decisive, expect_same_decisive, expect_same_model
+from covey.runs.weights import names_to_write
 from covey.training.evaluator import Forgetting, best_checkpoint, restore_average
 from covey.training.parts import Parts
 from covey.training.session import Session
@@ -51,14 +52,12 @@ def write_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Any
 
 
 def weights_to_write(model: torch.nn.Module, world: World) -> dict[str, Any] | None:
-    """Weights for `write_model`: full weights of a sharded model on the main process; else None, the model's own.
-
-    Every process must call it.
-    """
+    """Weights for `write_model`: full weights of a sharded model on the main process; else None, the model's own. Collective."""
     if not are_split(model):
         return None
     expect_finite_end(model, world)
-    return whole_state(model, trained_only=has_adapter(model), keeps=world.is_main)
+    also = world.broadcast(names_to_write(model))
+    return whole_state(model, trained_only=has_adapter(model), also=also, keeps=world.is_main)
 
 
 def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
