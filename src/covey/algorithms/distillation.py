@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.control import Controller, current
+from covey.algorithms.declared import expect_declared
 from covey.algorithms.teacher_signals import informed
 from covey.algorithms.teachers import TeacherRole
 from covey.errors import ConfigError
@@ -88,6 +89,7 @@ class Distill(TeacherRole):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        expect_declared(self)
         if self.divergence == "jsd" and not 0.0 < self.beta < 1.0:
             raise ConfigError(
                 f"distill's beta={self.beta} must be between 0 and 1; the ends are reverse_kl and forward_kl."
