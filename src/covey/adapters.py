@@ -95,7 +95,7 @@ _UNFIT = {
     "ADALORA": "moves ranks between its layers in a call after each step, which a run does not make",
     "LILY": "mixes the tokens of a batch, so that a row's probabilities depend on the others",
     "MONTECLORA": "draws its weights anew in each pass of training, with a term of the loss that PEFT leaves to the user",
-    "POLY": "reads the number of a task beside each row",
+    "POLY": "reads the number of a task with each row",
     "PVERA": "draws its weights anew in each pass of training",
     "XLORA": "weighs adapters in a forward pass of PEFT's own model",
 }

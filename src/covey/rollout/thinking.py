@@ -19,7 +19,7 @@ from covey.rollout.environments import Environment, Reply, Turn
 from covey.types import Completion
 
 DEFAULT_MARKS = ThoughtMarks("<think>", "</think>", None)
-"""Those of a tokenizer whose chat template has none: models are taught them by `think_format`."""
+"""Those of a tokenizer whose chat template has none: models learn them from `think_format`."""
 
 
 def may_answer(environment: Environment | None) -> bool:
