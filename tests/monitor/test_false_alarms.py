@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from covey.monitor.detectors.policy import DiversityLoss, EntropyCollapse, KLRunaway
-from covey.monitor.detectors.text import Truncation
-from covey.monitor.detectors.updates import Spike
+from covey.monitor.detectors.policy import diversity_loss, entropy_collapse, kl_runaway
+from covey.monitor.detectors.text import truncation
+from covey.monitor.detectors.updates import spike
 from covey.monitor.history import History, may_have_risen, normal_deviate, shift
 from covey.types import Alert
 
@@ -53,8 +53,8 @@ def test_entropy_and_diversity_wait_until_noise_cannot_hide_a_rise_of_the_reward
             **{"reward_std": 0.5, "entropy": falls, "diversity/unique": falls, "frac_reward_zero_std": 0.2},
         }
 
-    assert bool(alerts(EntropyCollapse(), values, 120)) is is_told
-    assert bool(alerts(DiversityLoss(), values, 120)) is is_told
+    assert bool(alerts(entropy_collapse, values, 120)) is is_told
+    assert bool(alerts(diversity_loss, values, 120)) is is_told
 
 
 def test_a_reward_that_fell_has_not_risen_however_noisy():
@@ -67,10 +67,10 @@ def test_a_reward_that_fell_has_not_risen_however_noisy():
 def test_a_kl_that_jumps_is_no_runaway_and_one_that_grows_is():
     jumps = [random.Random(seed) for seed in range(10)]
     told = [
-        bool(alerts(KLRunaway(), lambda step, draw=draw: {"kl": draw.lognormvariate(-1, 1.0)}, 500)) for draw in jumps
+        bool(alerts(kl_runaway, lambda step, draw=draw: {"kl": draw.lognormvariate(-1, 1.0)}, 500)) for draw in jumps
     ]
     assert sum(told) <= 1
-    assert alerts(KLRunaway(), lambda step: {"kl": 0.01 * 1.3**step}, 40)
+    assert alerts(kl_runaway, lambda step: {"kl": 0.01 * 1.3**step}, 40)
 
 
 def test_gradients_of_a_heavy_tail_are_no_spikes_and_one_beyond_it_is_even_after_another():
@@ -79,12 +79,12 @@ def test_gradients_of_a_heavy_tail_are_no_spikes_and_one_beyond_it_is_even_after
     for seed in range(10):
         draw = random.Random(seed)
         norms = [0.3 * draw.random() ** -0.5 for _ in range(500)]
-        told.append(bool(alerts(Spike(), lambda step, norms=norms: {"grad_norm": norms[step]}, 500)))
+        told.append(bool(alerts(spike, lambda step, norms=norms: {"grad_norm": norms[step]}, 500)))
         high.append(max(norms) > 10 * sorted(norms)[250])
     assert sum(high) >= 5, "of ten times the median alone one would be told"
     assert sum(told) <= 2
     planted = [1e4 if step in (300, 350) else norm for step, norm in enumerate(norms)]
-    found = alerts(Spike(), lambda step: {"grad_norm": planted[step]}, 400)
+    found = alerts(spike, lambda step: {"grad_norm": planted[step]}, 400)
     assert {300, 350} <= {alert.step for alert in found}
 
 
@@ -100,4 +100,4 @@ def test_completions_cut_from_the_start_or_for_nothing_are_a_warning(cut_at_star
         cut = cut_at_start + (0.6 - cut_at_start) * done
         return {"completions/clipped_ratio": cut, "reward": 0.2 + reward_gain * done + draw.gauss(0, 0.05)}
 
-    assert {alert.severity for alert in alerts(Truncation(), values, 100)[-20:]} == {severity}
+    assert {alert.severity for alert in alerts(truncation, values, 100)[-20:]} == {severity}

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from covey.config.alerts import ALERT_RULES
-from covey.monitor.detectors.text import LanguageCollapse
+from covey.monitor.detectors.text import language_collapse
 from covey.monitor.slices import code_of, is_same, language_metrics
 from covey.monitor.watch import Watch
 from covey.types import Alert, Group, Mean, StepReport
@@ -25,7 +25,7 @@ def simulated(seed: int, steps: int, leaves_at: int | None = None, accuracy_fall
 
     From `leaves_at` on Chinese prompts are answered in English more and more often, 3% a step, as where English earns more.
     """
-    draw, watch, alerts = random.Random(seed), Watch([LanguageCollapse()]), []
+    draw, watch, alerts = random.Random(seed), Watch([language_collapse]), []
     strays = {code: draw.uniform(0.0, 0.1) for code in TEXTS}
     for step in range(1, steps + 1):
         groups: list[Group] = []
@@ -64,7 +64,7 @@ def test_twenty_healthy_runs_are_silent(seed: int):
 
 
 def test_a_single_stray_answer_after_perfect_steps_is_no_collapse():
-    watch = Watch([LanguageCollapse()])
+    watch = Watch([language_collapse])
     for step in range(1, 31):
         texts = [TEXTS["de"]] * 8 if step != 30 else [TEXTS["de"]] * 7 + [TEXTS["en"]]
         report = StepReport(step=step, metrics=language_metrics([group(texts, columns={"language": "de"})]))

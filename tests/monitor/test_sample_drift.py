@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from covey.monitor.detectors.pace import DataDrift, RewardDrift
+from covey.monitor.detectors.pace import data_drift, reward_drift
 from covey.monitor.sample_drift import SampleDrift, gamma_tail, has_fallen, kolmogorov_smirnov, maximum_mean_discrepancy
 from covey.monitor.watch import Watch
 from covey.types import Group, Prompt, StepReport
@@ -28,7 +28,7 @@ def run(
     seed: int, steps: int, *, at: int = 10**9, low: int = 0, longer: int = 0, drop: float = 0.0
 ) -> list[tuple[str, int]]:
     """Rules and steps of a run whose reward rises; from step `at` on its prompts or rewards change."""
-    draw, drift, watch, told = random.Random(seed), SampleDrift(), Watch([DataDrift(), RewardDrift()]), []
+    draw, drift, watch, told = random.Random(seed), SampleDrift(), Watch([data_drift, reward_drift]), []
     for step in range(1, steps + 1):
         is_changed = step >= at
         groups = []

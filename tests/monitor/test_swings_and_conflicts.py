@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 
 import pytest
 
-from covey.monitor.detectors.swings import Conflict, Swings, turning_points
+from covey.monitor.detectors.swings import reward_conflict, reward_swings, turning_points
 from covey.monitor.history import History
 from kit import rest_nightly
 
@@ -64,14 +65,14 @@ SWINGING = {
 @pytest.mark.parametrize("name", HEALTHY)
 def test_what_rises_rests_or_is_noisy_does_not_swing(name):
     for seed in range(20):
-        alert = told(Swings(), HEALTHY[name](seed))
+        alert = told(reward_swings, HEALTHY[name](seed))
         assert alert is None, (seed, alert)
 
 
 @pytest.mark.parametrize("name", SWINGING)
 def test_what_goes_up_and_down_swings(name):
     for seed in range(5):
-        alert = told(Swings(), SWINGING[name](seed))
+        alert = told(reward_swings, SWINGING[name](seed))
         assert alert is not None
         assert "up and down" in alert.said
         assert alert.evidence["turns"] >= 4
@@ -107,7 +108,7 @@ def fading(start, end, over=60):
 @pytest.mark.parametrize("seed", range(10))
 def test_right_answers_that_are_given_up_for_length_are_named_with_their_numbers(seed):
     series = two(fading(0.52, 0.0), fading(0.2, 0.9), 3.0, seed)
-    alert = told(Conflict({"right": 1.0, "length": 3.0}), series)
+    alert = told(partial(reward_conflict, weights={"right": 1.0, "length": 3.0}), series)
     assert alert is not None
     assert alert.evidence["reward"] == "right"
     assert alert.step < 60, "before all is lost"
@@ -130,10 +131,10 @@ def test_rewards_that_do_not_pull_apart_are_silent(name):
     right, length, weight = CONTENT[name]
     for seed in range(20):
         series = two(right, length, weight, seed)
-        assert told(Conflict({"right": 1.0, "length": weight}), series, steps=200) is None
+        assert told(partial(reward_conflict, weights={"right": 1.0, "length": weight}), series, steps=200) is None
 
 
 def test_one_reward_alone_or_one_that_may_fall_is_silent():
     series = two(fading(0.52, 0.0), fading(0.2, 0.9), 3.0, 0)
-    assert told(Conflict({"right": 1.0}), series) is None
-    assert told(Conflict({"length": 3.0, "other": 1.0}), series) is None
+    assert told(partial(reward_conflict, weights={"right": 1.0}), series) is None
+    assert told(partial(reward_conflict, weights={"length": 3.0, "other": 1.0}), series) is None

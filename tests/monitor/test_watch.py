@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from covey.monitor.detectors import Conflict, Hacking, MemberDominates, MemberIdle, RouterDrift, ToolCollapse, standard
+from covey.monitor.detectors import policy, rewards, standard, swings, teachers
 from covey.monitor.history import History, noise, rise, shift
 from covey.monitor.monitor import Monitor
 from covey.monitor.watch import Watch, lines_of
@@ -138,29 +139,33 @@ def test_a_second_part_of_the_run_with_the_same_fault_is_told_too():
 
 HIDDEN = {
     "member_idle": (
-        MemberIdle(window=5),
+        partial(teachers.member_idle, window=5),
         {f"ensemble/{name}/{what}": 0.0 for name in "ab" for what in ("asked", "used")},
         ("a", "b"),
     ),
     "member_dominates": (
-        MemberDominates(window=5),
+        partial(teachers.member_dominates, window=5),
         {f"ensemble/{name}/{what}": 1.0 for name, what in (("a", "share"), ("b", "win_rate"))}
         | {"ensemble/a/asked": 1.0, "ensemble/b/asked": 1.0},
         ("a", "b"),
     ),
-    "reward_hacking": (Hacking(("a", "b")), {"reward": 0.01, "a": -0.01, "b": -0.01}, ("a", "b")),
+    "reward_hacking": (
+        partial(rewards.reward_hacking, audits=("a", "b")),
+        {"reward": 0.01, "a": -0.01, "b": -0.01},
+        ("a", "b"),
+    ),
     "reward_conflict": (
-        Conflict({"a": 1.0, "b": 1.0, "c": 5.0}),
+        partial(swings.reward_conflict, weights={"a": 1.0, "b": 1.0, "c": 5.0}),
         {"reward": 0.01, "rewards/a/mean": -0.01, "rewards/b/mean": -0.01, "rewards/c/mean": 0.01},
         ("a", "b"),
     ),
     "router_drift": (
-        RouterDrift(),
+        policy.router_drift,
         {"experts/entropy": -0.01, "experts/changed": 0.9, "experts/max_load": 0.9},
         ("load", "choices"),
     ),
     "tool_collapse": (
-        ToolCollapse(),
+        policy.tool_collapse,
         {"tools/call_frequency": 3.0, "tools/failure_frequency": 1.0, "tools/looping": 1.0},
         ("repeated calls", "failed calls"),
     ),

@@ -1,29 +1,9 @@
-"""Detectors: small pure objects that map a `History` to an alert, or None. A function will do as well."""
+"""Detectors: pure functions that map a `History` to an alert, or None."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from covey.monitor.detectors.pace import DataDrift, Forgetting, RewardDrift, ThroughputDrop
-from covey.monitor.detectors.policy import (
-    DeadGroups,
-    DiversityLoss,
-    EntropyCollapse,
-    EntropyExplosion,
-    KLRunaway,
-    RouterDrift,
-    ToolCollapse,
-)
-from covey.monitor.detectors.rewards import Hacking, Plateau, RewardCollapse, RewardErrors, SlowConvergence
-from covey.monitor.detectors.swings import Conflict, Swings
-from covey.monitor.detectors.teachers import MemberDominates, MemberIdle, TeacherCollapse, TeacherLeak, TeacherWorse
-from covey.monitor.detectors.text import (
-    FormatLoss,
-    LanguageCollapse,
-    LengthCollapse,
-    LengthExplosion,
-    RepeatedText,
-    Truncation,
-)
-from covey.monitor.detectors.updates import LargeUpdates, Mismatch, NonFinite, Spike, TinyUpdates
+from covey.monitor.detectors import pace, policy, rewards, swings, teachers, text, updates
 from covey.monitor.history import History
 from covey.types import Alert
 
@@ -35,10 +15,13 @@ def standard(audits: Sequence[str] = (), weights: Mapping[str, float] | None = N
     that are, by name, for `reward_conflict`.
     """
     return (
-        Hacking(tuple(audits)), RewardCollapse(), NonFinite(), KLRunaway(), EntropyCollapse(), EntropyExplosion(),
-        DiversityLoss(), DeadGroups(), LengthExplosion(), LengthCollapse(), Truncation(), RepeatedText(),
-        FormatLoss(), Spike(), Spike("update/all", "update_spike"), LargeUpdates(), TinyUpdates(), Mismatch(),
-        RouterDrift(), RewardErrors(), Swings(), Conflict(weights or {}), SlowConvergence(), Plateau(),
-        ThroughputDrop(), DataDrift(), MemberDominates(), MemberIdle(), RewardDrift(), Forgetting(),
-        LanguageCollapse(), ToolCollapse(), TeacherWorse(), TeacherCollapse(), TeacherLeak(),
+        partial(rewards.reward_hacking, audits=tuple(audits)), rewards.reward_collapse, updates.non_finite,
+        policy.kl_runaway, policy.entropy_collapse, policy.entropy_explosion, policy.diversity_loss, policy.dead_groups,
+        text.length_explosion, text.length_collapse, text.truncation, text.repeated_text, text.format_loss,
+        updates.spike, partial(updates.spike, metric="update/all", rule="update_spike"),
+        updates.large_updates, updates.tiny_updates, updates.sampler_mismatch, policy.router_drift,
+        rewards.reward_errors, swings.reward_swings, partial(swings.reward_conflict, weights=weights or {}),
+        rewards.slow_convergence, rewards.reward_plateau, pace.throughput_drop, pace.data_drift,
+        teachers.member_dominates, teachers.member_idle, pace.reward_drift, pace.forgetting, text.language_collapse,
+        policy.tool_collapse, teachers.teacher_worse, teachers.teacher_collapse, teachers.teacher_leak,
     )  # fmt: skip
