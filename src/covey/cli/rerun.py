@@ -10,14 +10,8 @@ from covey.cli.verb import Args
 from covey.config import options
 from covey.config.options import RECIPE
 from covey.errors import RunFolderError
+from covey.experiments.series import NEVER
 
-NEVER = frozenset(
-    {
-        "from_run", "resume", "output_dir", "json", "dry_run", "print_config", "seeds", "config", "trust_source", "adapters",
-        "share_base", "vary",
-    }
-)  # fmt: skip
-"""Options of one call, not of the run."""
 _PATHS = (
     "model", "dataset", "eval_dataset", "reward", "algorithm", "alert_detectors", "tools",
     "environment_factory", "rollout_func", "agent", "ensemble",

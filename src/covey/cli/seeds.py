@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli import output
-from covey.cli.rerun import NEVER
 from covey.cli.verb import Args
 from covey.errors import ConfigError
 from covey.experiments import child, series
@@ -32,8 +31,8 @@ def run(args: Args, overrides: Mapping[str, Any], cli_args: Mapping[str, Any]) -
     child.refuse_launcher("--seeds")
     names = {f"seed-{number}": number for number in numbers(overrides, args["seeds"])}
     folder = Path(str(overrides["output_dir"])).expanduser()
-    settings = {name: value for name, value in cli_args.items() if name not in NEVER}
-    options = {name: value for name, value in overrides.items() if name not in {"seed", *NEVER}}
+    settings = {name: value for name, value in cli_args.items() if name not in series.NEVER}
+    options = {name: value for name, value in overrides.items() if name not in {"seed", *series.NEVER}}
     text = as_yaml(options, settings)
     series.claim(folder, yaml.safe_load(text), "seeds")
     book = Book(folder, is_seeds=True, say=output.say)

@@ -9,7 +9,6 @@ from typing import Any
 from covey.cli import output, seeds
 from covey.cli.adapter import adapter
 from covey.cli.flags import Flag, typed
-from covey.cli.rerun import NEVER
 from covey.cli.verb import Args
 from covey.errors import ConfigError
 from covey.experiments import child, series
@@ -50,8 +49,8 @@ def run(
     }
     runs = {name: _alone(options, folder / name) for name, options in runs.items()}
     _refuse(runs, options_of)
-    settings = {name: value for name, value in cli_args.items() if name not in NEVER or name == "vary"}
-    rest = {name: value for name, value in overrides.items() if name not in {"seed", *NEVER}}
+    settings = {name: value for name, value in cli_args.items() if name not in series.NEVER or name == "vary"}
+    rest = {name: value for name, value in overrides.items() if name not in {"seed", *series.NEVER}}
     series.claim(folder, yaml.safe_load(as_yaml(rest, settings)), "several runs")
     book = Book(folder, is_seeds=not args.get("vary"), say=output.say)
     base = SharedBase(args["model"])
@@ -124,7 +123,7 @@ def _short(value: Any) -> str:
 
 def _alone(options: Mapping[str, Any], place: Path) -> dict[str, Any]:
     """The flags of `covey train` for one of the runs."""
-    mine = {name: value for name, value in options.items() if name not in NEVER}
+    mine = {name: value for name, value in options.items() if name not in series.NEVER}
     return {**mine, "output_dir": str(place), "resume": "auto"}
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from covey.cli import output, train
 from covey.cli.adapter import refuse_bad_adapter
 from covey.cli.flags import Flag, typed
-from covey.cli.rerun import NEVER
 from covey.cli.verb import PLACES, Args
 from covey.errors import ConfigError
 from covey.experiments import child, series
@@ -42,7 +41,7 @@ _FLAGS = (
     Flag(name="keep_all", help="Keep the weights of every trial, not of the best one alone.", type=bool, group="search"),
 )  # fmt: skip
 _CLI_FLAGS = frozenset(flag.name for flag in _FLAGS)
-_LEFT_OUT = NEVER - {"output_dir", "json", "config"}
+_LEFT_OUT = series.NEVER - {"output_dir", "json", "config"}
 BEST = "best.yaml"
 
 
@@ -78,7 +77,7 @@ def tuning_of(args: Args) -> Tuning:
     jobs = args.get("n_jobs", 1)
     search = dimensions(args.get("search") or (), {flag.name: flag.kind for flag in train.flags()})
     searched = {dimension.name for dimension in search}
-    options = {name: value for name, value in args.items() if name not in _CLI_FLAGS | NEVER | searched}
+    options = {name: value for name, value in args.items() if name not in _CLI_FLAGS | series.NEVER | searched}
     if "eval_strategy" not in options and "eval_steps" not in options:
         options |= {"eval_strategy": "steps", "eval_steps": 0.125}
     apart = reason_against(options, searched, _check_ends(options, search))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,7 +50,7 @@ def train(
             is_signalled = False
             while process.poll() is None:
                 if not is_signalled and (stop.signal is not None or is_over()):
-                    process.send_signal(stop.signal or _TERMINATE)
+                    process.send_signal(stop.signal or signal.SIGTERM)
                     is_signalled = True
                 time.sleep(_LOOK_SECONDS)
         except BaseException:
@@ -57,9 +58,6 @@ def train(
             process.wait()
             raise
     return Ended(code=process.returncode, result=_last_object(log, start))
-
-
-_TERMINATE = 15
 
 
 def _last_object(log: Path, start: int) -> dict[str, Any]:

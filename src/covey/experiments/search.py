@@ -6,14 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.errors import ConfigError, did_you_mean
+from covey.experiments.series import NEVER
 from covey.files.bounded import yaml_of
 
-_FIXED = frozenset(
-    {
-        "output_dir", "resume", "json", "from_run", "trust_source", "seeds", "dry_run", "print_config", "config", "seed", "adapters",
-        "share_base", "vary",
-    }
-)  # fmt: skip
+_FIXED = NEVER | {"seed"}
 _STEPS_OR_SHARE = frozenset({"warmup_steps", "logging_steps", "eval_steps", "save_steps"})
 """Whole numbers of steps, or below 1 a share of the run."""
 

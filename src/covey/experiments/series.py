@@ -9,6 +9,14 @@ from covey.config.options import RECIPE
 from covey.errors import RunFolderError
 from covey.files.bounded import read_text, yaml_of
 
+NEVER = frozenset(
+    {
+        "from_run", "resume", "output_dir", "json", "dry_run", "print_config", "seeds", "config", "trust_source", "adapters",
+        "share_base", "vary",
+    }
+)  # fmt: skip
+"""Options of one call, not of the run."""
+
 
 def claim(folder: Path, options: Mapping[str, Any], what: str) -> None:
     """Make the folder and write the options into it, secrets masked.

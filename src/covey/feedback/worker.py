@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import math
 import os
 import shutil
 import signal
@@ -10,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -79,6 +77,7 @@ class Bench:
         Drawn, since a greedy answer does not show a loss until it changes; with the same seed for every version.
         """
         from covey.evaluation.assessment import scored_answers, totals
+        from covey.evaluation.intervals import finite_mean
         from covey.rollout import SamplingParams, choose_sampler
         from covey.serving.loading import with_merged_adapter
 
@@ -88,7 +87,7 @@ class Bench:
             sampler = choose_sampler(model, self.tokenizer, eos_ids=self.eos_ids)
             params = SamplingParams(max_tokens=self.settings.max_tokens, seed=self.settings.seed)
             groups = scored_answers(sampler, self.scorer, self.prompts, self.settings.num_samples, params, _IN_FLIGHT)
-            self._scores[key] = tuple(_mean(totals(group, self.scorer)) for group in groups)
+            self._scores[key] = tuple(finite_mean(totals(group, self.scorer)) for group in groups)
         return self._scores[key]
 
     def make(self, order: Order) -> Made:
@@ -114,11 +113,6 @@ class Bench:
             judged(self.scores(rival), candidate_scores, self.settings.tolerance) for rival in order.against
         )
         return Made(verdicts=verdicts, metrics=metrics, seconds=time.monotonic() - started)
-
-
-def _mean(rewards: Sequence[float]) -> float:
-    finite = [reward for reward in rewards if not math.isnan(reward)]
-    return sum(finite) / len(finite) if finite else math.nan
 
 
 def fixed_prompts(settings: Settings, tokenizer: Any) -> list[Any]:

@@ -60,7 +60,7 @@ class History:
     def named(self, prefix: str = "", suffix: str = "") -> dict[str, Series]:
         return {n: s for n, s in self.series.items() if n.startswith(prefix) and n.endswith(suffix)}
 
-    def means(self, *names: str) -> dict[str, float]:
+    def means(self, *names: str) -> dict[str, Any]:
         """Mean of the latest ten values of each of these metrics that there is."""
         return {name: fmean(self[name].last(10)) for name in names if self[name].count}
 

@@ -8,6 +8,7 @@ import re
 import time
 import zlib
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -142,11 +143,9 @@ def _reads_gold(session: _Session, trials: Sequence[Tried], wording: str) -> boo
         wrong = next((t for t in trials if t.probe.kind == "wrong" and t.probe.name == wording), gold)
         return not _equal(gold.scores, wrong.scores)
     texts = [None if other is None else text for text, other in zip(gold.probe.texts, others, strict=True)]
-    exchanged = _Session(session.spec, [session.rows[other or 0] for other in others], session.timeout_seconds)
-    try:
-        again = exchanged.attempt(Probe(wording, "gold", texts)).scores
-    finally:
-        exchanged.close()
+    exchanged = [session.rows[other or 0] for other in others]
+    with closing(_Session(session.spec, exchanged, session.timeout_seconds)) as other_session:
+        again = other_session.attempt(Probe(wording, "gold", texts)).scores
     pairs = [(a, b) for a, b, text in zip(gold.scores, again, texts, strict=True) if text is not None]
     return not _equal([a for a, _ in pairs], [b for _, b in pairs])
 

@@ -68,7 +68,7 @@ def effect_of(a: Sequence[Scored], b: Sequence[Scored]) -> Effect:
     if not a or not b:
         raise ValueError("a comparison needs at least one run on each side.")
     a, b, is_paired = _match(a, b)
-    shared = _shared_questions([*a, *b])
+    shared = shared_questions([*a, *b])
     seeds = (len(a), len(b))
     if len(shared) < 2:
         return _over_seeds(a, b, is_paired)
@@ -117,7 +117,7 @@ def _match(a: Sequence[Scored], b: Sequence[Scored]) -> tuple[list[Scored], list
     return [by_seed_a[seed] for seed in order], [by_seed_b[seed] for seed in order], True
 
 
-def _shared_questions(runs: Sequence[Scored]) -> list[str]:
+def shared_questions(runs: Sequence[Scored]) -> list[str]:
     """Questions that every run answered and had scored, in the order of the first; none if a run has no such scores."""
     shared: list[str] | None = None
     for run in runs:
@@ -235,7 +235,7 @@ def mean_of(runs: Sequence[Scored]) -> Estimate:
 
     Over the questions that every run answered; over the runs alone where those are not known.
     """
-    shared = _shared_questions(runs)
+    shared = shared_questions(runs)
     if len(shared) < 2:
         return mean_of_seeds([run.mean for run in runs])
     grid = _grid(runs, shared)  # [k, Q]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.errors import ConfigError, RunFolderError
-from covey.evaluation.compare.effects import Effect, Scored, adjusted, effect_of, mean_of
+from covey.evaluation.compare.effects import Effect, Scored, adjusted, effect_of, mean_of, shared_questions
 from covey.evaluation.compare.run_data import MAIN_SET, Run
 from covey.evaluation.compare.sides import Side
 from covey.evaluation.intervals import Estimate, finite_mean
@@ -106,8 +106,8 @@ def result_of(sides: Sequence[Side], set_name: str, score: Score, step: int | No
     ]
     runs = [[scored for scored, _ in side] for side in read]
     is_share = all(is_share for side in read for _, is_share in side)
-    num_questions = [len(_common(side)) for side in runs]
-    shared = _common([run for side in runs for run in side])
+    num_questions = [len(shared_questions(side)) for side in runs]
+    shared = set(shared_questions([run for side in runs for run in side]))
     if all(num_questions) and not shared:
         raise RunFolderError(
             f"{sides[0].runs[0].path} and the others were evaluated on different questions of {set_name} (none is shared); "
@@ -180,11 +180,6 @@ def logged_mean(run: Run, set_name: str, step: int, score: Score) -> float:
         return run.mean_at(set_name, step)
     value = run.evaluated[set_name].get(step, {}).get(f"{set_name}_rewards/{score.column.partition('/')[2]}/mean")
     return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _common(runs: Sequence[Scored]) -> set[str]:
-    question_sets = [{key for key, value in (run.questions or {}).items() if not math.isnan(value)} for run in runs]
-    return set.intersection(*question_sets)
 
 
 def _only(run: Scored, shared: set[str]) -> Scored:

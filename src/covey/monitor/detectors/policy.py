@@ -1,6 +1,7 @@
 """Detectors for the policy: entropy, diversity, KL from its start, groups without signal, drifting routers."""
 
 from statistics import fmean, median
+from typing import Any
 
 from covey.monitor.detectors.blame import blamed
 from covey.monitor.history import History, has_risen, logs, may_have_risen, shift, since_start, together
@@ -120,7 +121,8 @@ def dead_groups(seen: History, *, share: float = 0.9, window: int = 10) -> Alert
     tied = seen["frac_reward_zero_std"].last(window)
     if len(tied) < window or fmean(tied) < share:
         return None
-    sentence, evidence = f"{fmean(tied):.0%} of groups have tied rewards and teach nothing", {"tied": fmean(tied)}
+    sentence = f"{fmean(tied):.0%} of groups have tied rewards and teach nothing"
+    evidence: dict[str, Any] = {"tied": fmean(tied)}
     passed = failed = 0.0
     if seen["groups/all_pass"].count:  # only where it is known which scores are right
         passed, failed = (fmean(seen[f"groups/all_{end}"].last(window)) for end in ("pass", "fail"))
@@ -148,7 +150,7 @@ def _rests_at_its_highest(seen: History, window: int) -> bool:
     return median(reward.last(window)) >= max(*reward.first, *reward.recent)
 
 
-def _rewards(seen: History) -> dict[str, float]:
+def _rewards(seen: History) -> dict[str, Any]:
     reward = seen["reward"]
     if reward.count < 10:
         return {}

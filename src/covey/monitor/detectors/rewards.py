@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from statistics import fmean, median
+from typing import Any
 
 from covey.monitor.detectors.blame import blamed
 from covey.monitor.history import History, Series, Shift, noise, rise, shift, since_start, together
@@ -177,7 +178,7 @@ def _is_solved(seen: History, share: float) -> bool:
     return bool(passed) and fmean(passed) > share
 
 
-def _signal(seen: History) -> dict[str, float]:
+def _signal(seen: History) -> dict[str, Any]:
     """Metrics that explain why a reward does not rise."""
     return seen.means(
         "frac_reward_zero_std", "groups/all_pass", "groups/all_fail", "update/all", "grad_norm", "learning_rate"
