@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from covey import GRPOConfig, GRPOTrainer
+from covey import GRPOConfig, GRPOTrainer, Member
 from covey.errors import ConfigError
 from covey.rollout import worker_process
 from forked import worker_of
@@ -80,17 +80,36 @@ def test_a_budget_that_cannot_act_is_refused(more, sentence, tmp_path):
         GRPOConfig(str(tmp_path), **options(**more))
 
 
-@pytest.mark.parametrize("limit", [None, "many"])
-def test_without_a_budget_a_wrong_limit_is_left_to_its_own_check(limit, tmp_path):
-    args = GRPOConfig(str(tmp_path), **options(thinking_token_budget=None, generation_kwargs={"max_new_tokens": limit}))
-    with pytest.raises(ConfigError, match=r"max_tokens"):
-        GRPOTrainer(
-            tiny_model(),
-            lambda **rows: [],
-            args,
-            Dataset.from_list([{"prompt": "a"}] * 4),
-            processing_class=tiny_tokenizer(),
-        ).train()
+@pytest.mark.parametrize("budget", [None, BUDGET])
+@pytest.mark.parametrize("limit", [{"max_new_tokens": None}, {"max_tokens": "many"}, {"max_new_tokens": 0}])
+def test_a_limit_that_is_no_number_of_tokens_is_named_with_its_option(limit, budget, tmp_path):
+    (name,) = limit
+    with pytest.raises(ConfigError, match=f"generation_kwargs has {name}=.* a whole number of tokens"):
+        GRPOConfig(str(tmp_path), **options(thinking_token_budget=budget, generation_kwargs=limit))
+
+
+def test_a_limit_of_generation_kwargs_leaves_room_for_an_answer_too(tmp_path):
+    more = {"max_completion_length": None, "generation_kwargs": {"max_tokens": BUDGET}}
+    with pytest.raises(ConfigError, match=f"={BUDGET} leaves no token"):
+        GRPOConfig(str(tmp_path), **options(**more))
+
+
+def test_members_with_the_policys_tokenizer_keep_the_budget_and_closed_thoughts_are_counted(tmp_path):
+    seen = []
+
+    def reward(completion_ids, **columns):
+        seen.extend(completion_ids)
+        return [float(i % 2) for i in range(len(completion_ids))]
+
+    rows = Dataset.from_list([{"prompt": "1 + 2 = <think>"}, {"prompt": "1 + 2 ="}])
+    args = GRPOConfig(str(tmp_path), **options(per_device_train_batch_size=8, max_steps=1))
+    member = Member(tiny_model(seed=2), tokenizer=tiny_tokenizer())
+    trainer = GRPOTrainer(tiny_model(seed=1), reward, args, rows, processing_class=tiny_tokenizer(), ensemble=[member])
+    trainer.train()
+    closing = tiny_tokenizer()(CLOSING)["input_ids"]
+    closed = [ids[BUDGET : BUDGET + len(closing)] == closing for ids in seen]
+    assert (len(closed), sum(closed)) == (10, 5)
+    assert trainer.state.log_history[0]["completions/closed_thoughts_ratio"] == 0.5
 
 
 def test_agents_and_rollout_functions_write_without_a_budget(tmp_path):

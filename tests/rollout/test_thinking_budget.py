@@ -159,6 +159,10 @@ def test_a_completion_that_closes_its_thoughts_or_ends_in_time_is_that_of_a_run_
         ("<think>", "hm</think> so", False),
         ("<think></think>", "so", False),
         ("", "<think>a</think> b <think> c", True),
+        ("<think>\nOkay, so", "hm", True),
+        ("<think>\nOkay</think> It", "is", False),
+        ("Write <think> first.<|im_end|>\n<|im_start|>assistant\n", "hm", False),
+        ("<|im_end|>\n<|im_start|>assistant\n<think>\nOkay", "hm", True),
     ],
 )
 def test_thoughts_are_open_from_their_mark_until_they_are_closed(before, turn, is_open):

@@ -71,7 +71,7 @@ def normalize(config: Any) -> None:
     if isinstance(config.scale_rewards, bool):
         config.scale_rewards = "group" if config.scale_rewards else "none"
     if config.max_completion_length is None:
-        config.max_completion_length = _max_new_tokens(config.generation_kwargs)
+        config.max_completion_length = token_limit(config)
     if config.max_grad_norm is None:
         config.max_grad_norm = 0.0
     # the former name is TRL's default (True) and would warn; the new one wins when it was set
@@ -81,15 +81,26 @@ def normalize(config: Any) -> None:
         config.activation_checkpointing_kwargs = config.gradient_checkpointing_kwargs
 
 
-def _max_new_tokens(generation_kwargs: Any) -> int:
-    """The limit that stands in for `max_completion_length=None`. Raises ConfigError without one."""
-    limit = generation_kwargs.get("max_new_tokens") if isinstance(generation_kwargs, Mapping) else None
-    if limit is None:
+def token_limit(config: Any) -> int:
+    """Most tokens of a completion: `max_completion_length`, before which the one of `generation_kwargs` goes, by transformers' name or vLLM's.
+
+    Raises ConfigError without any, and for one of `generation_kwargs` that is no whole number of 1 or more.
+    """
+    extra = config.generation_kwargs if isinstance(config.generation_kwargs, Mapping) else {}
+    for name in ("max_new_tokens", "max_tokens"):
+        if name in extra:
+            limit = extra[name]
+            if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+                raise ConfigError(
+                    f"generation_kwargs has {name}={limit!r}: give a whole number of tokens, at least 1, or leave it out for max_completion_length."
+                )
+            return limit
+    if config.max_completion_length is None:
         raise ConfigError(
             "max_completion_length=None sets no limit, and a completion that never ends would take all memory: give the number of "
             'tokens, or generation_kwargs={"max_new_tokens": ...}.'
         )
-    return int(limit)
+    return int(config.max_completion_length)
 
 
 def misfit(values: Mapping[str, Any], types: Mapping[str, Any], error: Exception) -> str:
@@ -215,19 +226,13 @@ def refuse_contradictions(config: Any, changed: Mapping[str, Any]) -> None:
     clip = config.reward_clip
     if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
         raise ConfigError(f"reward_clip={clip!r} is no range; give the lowest and the highest value, such as [-5, 5].")
-    budget = config.thinking_token_budget
-    if budget is not None and budget >= (most := _sampling_limit(config)):
+    budget, most = config.thinking_token_budget, token_limit(config)
+    if budget is not None and budget >= most:
         raise ConfigError(
             f"thinking_token_budget={budget} leaves no token of max_completion_length={most} for an answer; lower it or raise the other."
         )
     _refuse_bad_correction(config)
     _refuse_bad_evaluation(config)
-
-
-def _sampling_limit(config: Any) -> int:
-    """Most tokens of a completion; `generation_kwargs` take precedence."""
-    extra = config.generation_kwargs if isinstance(config.generation_kwargs, Mapping) else {}
-    return int(extra.get("max_new_tokens", extra.get("max_tokens", config.max_completion_length)))
 
 
 def warn_of_levels(config: Any) -> None:

@@ -304,13 +304,14 @@ def spells_control(tokenizer: Any, *texts: str) -> bool:
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text in which no control token is read: the text in ever smaller parts."""
     ids = _ids(tokenizer, text)
-    if len(text) < 2 or not set(ids) & set(_control_ids(tokenizer)):
+    if len(text) < 2 or not set(ids) & set(control_ids(tokenizer)):
         return ids
     half = 1 if len(text) < 4 else len(text) // 2
     return plain_ids(tokenizer, text[:half]) + plain_ids(tokenizer, text[half:])
 
 
-def _control_ids(tokenizer: Any) -> list[int]:
+def control_ids(tokenizer: Any) -> list[int]:
+    """Ids of a tokenizer's control tokens."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     return [id for id in tokenizer.convert_tokens_to_ids(control_texts(tokenizer)) if id != unknown]
 

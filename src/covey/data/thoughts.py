@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from covey.data.rendering import THOUGHT_FIELDS
+from covey.data.rendering import THOUGHT_FIELDS, control_ids
 
 T = TypeVar("T")
 _WORD = "qxthought"
@@ -26,9 +26,11 @@ class ThoughtMarks:
         return ThoughtStream(self, is_open).push(text, is_end=True)
 
     def are_open(self, tokenizer: Any, prompt_ids: Sequence[int]) -> bool:
-        """True where a prompt ends with the word that opens thoughts."""
-        end = tokenizer.decode(list(prompt_ids[-16:]), skip_special_tokens=False)
-        return bool(end.rstrip().endswith(self.opens))
+        """True where a prompt ends in thoughts: behind its last control token, such as the one that begins a turn, they are opened and not closed."""
+        marks = {*control_ids(tokenizer)} - {*tokenizer.convert_tokens_to_ids([self.opens, self.closes])}
+        begin = next((i for i in range(len(prompt_ids), 0, -1) if prompt_ids[i - 1] in marks), 0)
+        turn: str = tokenizer.decode(list(prompt_ids[begin:]), skip_special_tokens=False)
+        return turn.rfind(self.opens) > turn.rfind(self.closes)
 
 
 _marks: dict[str, ThoughtMarks | None] = {}

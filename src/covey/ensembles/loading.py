@@ -32,14 +32,15 @@ def load_writer(
     shard: Callable[[nn.Module], Shards] | None = None,
     episodes: Callable[..., Sampler] | None = None,
     read_turn: ReadTurn | None = None,
+    thinking_tokens: int | None = None,
 ) -> Writer:
     """The member, loaded on `device`.
 
-    `policy`: how the policy reads text; None at inference, where each member reads and writes in its own tokens. `check_stop`:
-    called while the member generates; an exception ends it. `shard`: splits a model that is loaded here over the processes; a loaded
-    object and a quantized model stay whole. `episodes(over, model, shards, tokenizer, eos_ids)`: makes the sampler of completions that
-    call the run's tools, act in its environment, or answer its agent, of those that `over(model)` makes. `read_turn`: tells thoughts
-    of another tokenizer's turns apart. Raises ConfigError for a
+    `policy`: how the policy reads text; None at inference, where each member reads and writes in its own tokens. `check_stop`: called while
+    the member generates; an exception ends it. `shard`: splits a model that is loaded here over the processes; a loaded object and a
+    quantized model stay whole. `episodes(over, model, shards, tokenizer, eos_ids)`: makes the sampler of completions that call the run's
+    tools, act in its environment, or answer its agent, of those that `over(model)` makes. `read_turn`: tells thoughts of another
+    tokenizer's turns apart. `thinking_tokens`: budget of the thoughts of a member with the policy's tokenizer. Raises ConfigError for a
     sibling with another tokenizer than the policy's, for a member that cannot write the run's episodes, and ModelError for what cannot
     be loaded.
     """
@@ -70,10 +71,9 @@ def load_writer(
     ends = tuple(dict.fromkeys((*theirs, *eos_ids(model, tokenizer))))
     is_split = is_named and not getattr(model, "is_quantized", False)
     shards = shard(model) if shard is not None and is_split else None
-
-    def over(model: nn.Module, **more: Any) -> Sampler:
-        return choose_sampler(model, tokenizer, eos_ids=ends, check_stop=check_stop, **more)
-
+    budget = thinking_tokens if is_same else None  # elsewhere the mark would become a token to learn
+    common: dict[str, Any] = {"eos_ids": ends, "check_stop": check_stop, "thinking_tokens": budget}
+    over = lambda model, **more: choose_sampler(model, tokenizer, **common, **more)
     if episodes is not None:
         tokenizer = tokenizer if policy is None else policy.tokenizer  # the prompt was written by its chat template
         sampler = episodes(over, model, shards, tokenizer, ends)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from covey.data.thoughts import ThoughtMarks, thought_marks
 from covey.errors import ConfigError
 from covey.rollout.environments import Environment, Reply, Turn
-from covey.types import Completion
+from covey.types import Completion, Group, Mean, Metric, Position, of_policy
 
 DEFAULT_MARKS = ThoughtMarks("<think>", "</think>", None)
 """Those of a tokenizer whose chat template has none: models learn them from `think_format`."""
@@ -70,3 +70,21 @@ class ThinkingBudget:
         text: str = self.tokenizer.decode(list(turn), skip_special_tokens=False)
         opens = 0 if self.marks.are_open(self.tokenizer, before) else -1
         return max(opens, text.rfind(self.marks.opens)) > text.rfind(self.marks.closes)
+
+
+class ClosedThoughts:
+    """The stage that measures the share of the policy's completions whose thoughts their budget closed."""
+
+    phase: Literal["rollout"] = "rollout"
+
+    def __call__(self, groups: Sequence[Group], position: Position) -> list[Group]:
+        drawn = [c for group in of_policy(groups) for c in group.completions if c.finish != "error"]
+        marks = [
+            ~c.written & ~c.observed & (c.written.cumsum(-1) > 0) for c in drawn
+        ]  # neither the model's nor an answer
+        self._share = Mean(float(sum(bool(mark.any()) for mark in marks)), len(drawn))
+        return list(groups)
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """The share of the last rollout."""
+        return {"completions/closed_thoughts_ratio": self._share}

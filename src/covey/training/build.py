@@ -44,6 +44,8 @@ from covey.training.build_sampler import (
     sampler_ahead,
     sampler_options,
     sampling_params,
+    thinking_options,
+    thinking_stages,
 )
 from covey.training.datasets import attach
 from covey.training.drawing import Draws, RolloutSampling
@@ -123,8 +125,7 @@ def advice_for(args: GRPOConfig, model: torch.nn.Module, algorithm: Algorithm | 
 
 def build_prompts(inputs: RunInputs, dataset: Any, **options: Any) -> PromptStream:
     """The stream of a data set's prompts. `options`: PromptStream's, such as `shuffle`."""
-    args = inputs.args
-    limit = context_limit(inputs.model)
+    args, limit = inputs.args, context_limit(inputs.model)
     return PromptStream(
         dataset,
         inputs.tokenizer,
@@ -241,8 +242,7 @@ def build_parts(
     steps_per_epoch = updates * (num_prompts or 0) / counts.prompts_per_generation
     sampler = build_sampler(inputs, networks.policy, interruption, example)
     on_policy = OnPolicyCheck(networks.policy, sampler.sampler if isinstance(sampler, GatheredSampler) else sampler)
-    callbacks: dict[str, Any] = {"interruption": interruption, "before_first_update": on_policy}
-    callbacks["samples_here"] = samples_here(inputs)
+    callbacks = {"interruption": interruption, "before_first_update": on_policy, "samples_here": samples_here(inputs)}
     learner = build_learner(inputs, counts.total_steps, optimizers, updates > 1, networks, **callbacks)
     attach(inputs, interruption)
     languages = languages_of(args, inputs.algorithm)
@@ -326,7 +326,7 @@ def build_stages(
     inputs: RunInputs, draws: Draws, learner: Learner, sampling: RolloutSampling, shard: Shard | None = None
 ) -> tuple[Draws, Stages]:
     """The stages of the run's features, and the draws with the members of its ensemble, split by `shard`."""
-    args, stages = inputs.args, Stages()
+    args, stages = inputs.args, thinking_stages(inputs.args)
     if inputs.agents.are_used:
         stages += episode_stages()
     if inputs.algorithm.needs.greedy:
@@ -346,6 +346,7 @@ def build_stages(
         shard=None if shard is None else partial(shard, keeps_whole=True),
         episodes=partial(_member_episodes, inputs) if inputs.agents.are_used else None,
         read_turn=with_thoughts_apart,
+        **thinking_options(args),
     )
     stages += ensemble_stages(members, inputs.scorer, learner, inputs.world, sampling, draws.score)
     return replace(draws, sampler=members), stages

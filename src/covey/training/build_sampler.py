@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from covey.config import GRPOConfig
+from covey.config.checks import token_limit
 from covey.config.combinations import FEATURES, expect_together, features_of, name_idle
 from covey.data import EngineLength
 from covey.data.live import LiveDataset
@@ -25,6 +26,7 @@ from covey.rollout.asynchronous import AsynchronousSampler
 from covey.rollout.backends import with_turns
 from covey.rollout.central import CentralSampler
 from covey.rollout.remote import RemoteSampler
+from covey.rollout.thinking import ClosedThoughts
 from covey.rollout.thread_worker import ThreadWorker
 from covey.rollout.vllm import Server, ServerSampler
 from covey.rollout.vllm.ahead import ServedWeights
@@ -32,7 +34,7 @@ from covey.rollout.worker import Setup
 from covey.rollout.worker_process import AskingWorker, ProcessWorker, Tell, Worker, halves
 from covey.runs import rollouts, traces
 from covey.training.agents import AgentOptions, Agents
-from covey.types import Prompt
+from covey.types import Prompt, Stages
 
 if TYPE_CHECKING:
     from covey.serving import Trace
@@ -53,7 +55,7 @@ def as_dict(option: dict[str, Any] | str | None) -> dict[str, Any]:
 def sampling_params(args: GRPOConfig) -> SamplingParams:
     """Sampling parameters from the options; `generation_kwargs` take precedence. Raises ConfigError for an unknown name."""
     options = {
-        "max_tokens": args.max_completion_length,
+        "max_tokens": token_limit(args),
         "temperature": args.temperature,
         "top_p": args.top_p,
         "top_k": args.top_k,
@@ -71,8 +73,7 @@ def generate_options(args: GRPOConfig) -> dict[str, Any]:
 def _split(args: GRPOConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """`generation_kwargs` split into those of every sampler and those of `generate` alone."""
     extra = as_dict(args.generation_kwargs)
-    if "max_new_tokens" in extra:
-        extra["max_tokens"] = extra.pop("max_new_tokens")
+    extra = without(extra, "max_new_tokens", "max_tokens")  # see `token_limit`
     if extra.pop("do_sample", True) is False:
         extra["temperature"] = 0.0
     if "stop_strings" in extra:
@@ -146,6 +147,11 @@ def computing_options(args: GRPOConfig, world: World) -> dict[str, Any]:
 def thinking_options(args: GRPOConfig) -> dict[str, int]:
     """Argument of `choose_sampler` for the budget of thoughts."""
     return {} if args.thinking_token_budget is None else {"thinking_tokens": args.thinking_token_budget}
+
+
+def thinking_stages(args: GRPOConfig) -> Stages:
+    """Stages of a run with a budget of thoughts."""
+    return Stages() if args.thinking_token_budget is None else Stages(before_advantages=(ClosedThoughts(),))
 
 
 def _refuse_replay(args: GRPOConfig, others: Mapping[str, Any]) -> None:
