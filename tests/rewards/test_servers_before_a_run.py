@@ -1,5 +1,6 @@
 """Servers of judges, teachers and members are looked for before a model is loaded."""
 
+import re
 import socket
 from http.server import BaseHTTPRequestHandler
 
@@ -10,6 +11,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.errors import ConfigError, ModelError, ServerError
 from covey.files.places import refuse_missing
+from covey.process import addresses
 from covey.rewards import JudgeReward
 from covey.rewards.builtin.chat_endpoint import expect_server
 from kit import http_server
@@ -39,7 +41,10 @@ def test_a_server_that_is_not_there_is_named_before_the_model_is_looked_for(role
         ServerError, match=rf"The {role} at {closed} cannot be reached within server_timeout=0.6 s.*refused.*: start"
     ):
         GRPOTrainer(model=str(tmp_path / "nowhere"), **options)
-    assert f"No {role} answers at {closed} yet; waiting up to 0.6 seconds." in caplog.messages
+    assert (
+        f"No {role} answers at {closed} yet; waiting up to 0.6 seconds (server_timeout). Ctrl+C ends the wait."
+        in caplog.messages
+    )
 
 
 def test_a_teacher_that_may_be_away_may_come_later(closed, tmp_path):
@@ -84,9 +89,22 @@ def test_an_address_of_another_path_is_told_what_to_write():
 def test_a_server_that_starts_with_the_run_is_waited_for(status, caplog):
     with server({"/v1/models": 200}, 1, status) as address:
         expect_server(f"{address}/v1", "teacher", 60.0)
-    assert f"No teacher answers at {address}/v1 yet; waiting up to 60 seconds." in caplog.messages
+    assert any(f"No teacher answers at {address}/v1 yet; waiting up to 60 seconds" in one for one in caplog.messages)
     with server({}, 99) as address, pytest.raises(ServerError, match="cannot be reached .HTTP 503.: start its server"):
         expect_server(address, "teacher", 0.0)
+
+
+def test_a_long_wait_says_again_what_is_waited_for_and_how_long(closed, caplog, monkeypatch):
+    with pytest.raises(ServerError, match="refused"):
+        expect_server(closed, "judge", 0.8)
+    assert len(caplog.messages) == 1
+    monkeypatch.setattr(addresses, "_WORD_SECONDS", 0.1)
+    with pytest.raises(ServerError, match="refused"):
+        expect_server(closed, "judge", 1.2)
+    again = re.compile(
+        rf"No judge answers at {closed} yet; [01] seconds are left .server_timeout.. Ctrl.C ends the wait."
+    )
+    assert [bool(again.fullmatch(one)) for one in caplog.messages[1:]].count(True) == len(caplog.messages) - 2 > 0
 
 
 @pytest.mark.parametrize("url", ["http://no-such-host.invalid/v1", "https://{address}/v1"])

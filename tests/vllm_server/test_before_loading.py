@@ -162,7 +162,10 @@ def test_a_server_that_still_starts_is_waited_for_and_named(folder, fake, caplog
     fake.faults["/health"] = lambda body: 503 if time.monotonic() < until else None
     with pytest.raises(ModelError, match="could not be loaded"):
         trainer(folder, fake.port)
-    assert f"No vLLM server answers at http://127.0.0.1:{fake.port} yet; waiting up to 30 seconds." in caplog.text
+    assert (
+        f"No vLLM server answers at http://127.0.0.1:{fake.port} yet; waiting up to 30 seconds (vllm_server_timeout)"
+        in caplog.text
+    )
 
 
 def test_a_server_that_the_network_reaches_is_warned_of_before_weights_are_loaded(folder, caplog):

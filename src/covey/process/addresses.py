@@ -62,22 +62,29 @@ def url_of(host: str, listener: socket.socket) -> str:
     return f"http://{name}:{listener.getsockname()[1]}"
 
 
+_WORD_SECONDS = 30.0
+"""Seconds between two warnings of a wait."""
+
+
 def attempts_within(
-    seconds: float, server: str, address: object, check_stop: Callable[[], None] = lambda: None
+    seconds: float, limit: str, server: str, address: object, check_stop: Callable[[], None] = lambda: None
 ) -> Iterator[float]:
     """Attempts to reach a server that starts, half a second apart: the seconds left at each. The first is made whatever the limit.
 
-    A warning names the server, its address and the limit after the first. `check_stop` is called before each.
+    A warning names the server, its address, the `limit`'s option and how to end the wait after the first, and what is left every 30 seconds.
+    `check_stop` is called before each.
     """
     until = time.monotonic() + seconds
-    left = seconds
+    left = due = seconds
     while True:
         check_stop()
         yield left
         if time.monotonic() >= until:
             return
-        if left == seconds:
-            logger.warning("No %s answers at %s yet; waiting up to %g seconds.", server, address, seconds)
+        if left <= due:
+            how = "waiting up to %g seconds (%s)" if left == seconds else "%.0f seconds are left (%s)"
+            logger.warning(f"No %s answers at %s yet; {how}. Ctrl+C ends the wait.", server, address, left, limit)
+            due = left - _WORD_SECONDS
         time.sleep(max(0.0, min(0.5, until - time.monotonic())))
         left = until - time.monotonic()
 

@@ -189,7 +189,7 @@ def expect_server(url: str, called: str, seconds: float) -> None:
     """
     _expect_address(url, called)
     base, parts = url.rstrip("/"), urlsplit(url)
-    for left in attempts_within(seconds, called, url):
+    for left in attempts_within(seconds, "server_timeout", called, url):
         status, problem = _status_of(f"{base}/models", max(1.0, min(_PATIENCE_SECONDS, left)))
         problem = f"HTTP {status}" if status in _STARTING else problem
         is_starting = status in _STARTING or isinstance(problem, ConnectionError)

@@ -251,7 +251,7 @@ class Client:
 
     def wait_until_up(self, seconds: float, check_stop: Callable[[], None] = lambda: None) -> None:
         """Wait until `/health` answers, and say so. Raises ServerError when it does not within `seconds`."""
-        for left in attempts_within(seconds, "vLLM server", self.address, check_stop):
+        for left in attempts_within(seconds, "vllm_server_timeout", "vLLM server", self.address, check_stop):
             try:
                 self.call("GET", "/health", seconds=max(0.05, min(self.deadlines.connect, left)))
                 return
