@@ -15,7 +15,7 @@ import torch
 
 from covey import algorithms as alg
 from covey.data import Outcome, PromptStream, load, mix
-from covey.data.curriculum import order_of
+from covey.data.curriculum import Frontier, order_of
 from covey.data.mixing import terms
 from covey.errors import DataError
 from covey.rewards import Scorer, reward_metrics
@@ -58,6 +58,26 @@ def test_a_column_that_cannot_order_is_refused_in_a_sentence():
         stream(table(2, difficulty=[1.0, None]), "difficulty")
     with pytest.raises(DataError, match="needs a data set with a length"):
         stream(table(2).to_iterable_dataset(), "frontier")
+
+
+def ranked(order, round):
+    """All rows in the order of a round, by one sort of all."""
+    generator = torch.Generator().manual_seed(order.seed * 1_000_003 + round)
+    uniform = torch.rand(order.num_rows, generator=generator, dtype=torch.float64)
+    return torch.argsort(order.weights().double().log() - (-uniform.log()).log(), descending=True).tolist()
+
+
+def test_a_long_draw_of_the_frontier_and_a_resumed_one_go_on_in_the_order_of_one_sort(monkeypatch):
+    monkeypatch.setattr("covey.data.curriculum._FIRST", 4)
+    rows, taken = [{"prompt": "a"}] * 20, []
+    order, resumed = Frontier(rows, seed=3), Frontier(rows, seed=3)
+    drawn = [int(order.next()[0].split(":")[1]) for _ in range(10)]
+    order.learn({row: Outcome(float(row % 2), row % 3 == 0, True) for row in drawn})
+    for place in range(20):
+        resumed.load_state_dict(order.state_dict())
+        taken.append(int(order.next()[0].split(":")[1]))
+        assert int(resumed.next()[0].split(":")[1]) == taken[-1], place
+    assert taken == ranked(order, 2)
 
 
 # -- the frontier ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from covey.errors import DataError, did_you_mean
 WEIGHT_COLUMN, NAME_COLUMN = "dataset_weight", "dataset"
 """A mixture says of each row which set it is from, and how much of all prompts that set shall be."""
 _LEARN_RATE = 0.5
+_FIRST = 1024
+"""Rows of a draw that are put in order at first: more than most rollouts take."""
 _UNSEEN, _MASTERED, _UNSOLVED = 0.5, 0.05, 0.1
 """Weights of rows: never drawn; drawn, without signal, solved; drawn, without signal, unsolved."""
 
@@ -106,7 +108,9 @@ class Frontier:
         """The uid `draws:row` of the next draw, and the row."""
         if self._is_old or self._position == self.num_rows:
             self._rounds, self._position, self._is_old = self._rounds + 1, 0, False
-            self._rows = self._ranked()
+            self._rows = self._ranked(_FIRST)
+        if self._position == len(self._rows):
+            self._rows = self._ranked(self.num_rows)
         row = int(self._rows[self._position])
         self._position += 1
         self._drawn[row] += 1
@@ -148,14 +152,17 @@ class Frontier:
             tensor = getattr(self, name).fill_(empty)
             tensor[rows] = torch.tensor(values, dtype=tensor.dtype)
         self._rounds, self._position, self._is_old = state["rounds"], state["position"], state["is_old"]
-        self._rows = torch.arange(0) if self._is_old else self._ranked()
+        self._rows = torch.arange(0) if self._is_old else self._ranked(max(_FIRST, self._position))
 
-    def _ranked(self) -> torch.Tensor:
-        """All rows, in the order of a draw without replacement by weight."""
+    def _ranked(self, most: int) -> torch.Tensor:
+        """The first `most` rows or more of all, in the order of a draw without replacement by weight."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self._rounds) % 2**63)
         uniform = torch.rand(self.num_rows, generator=generator, dtype=torch.float64)
-        keys = self.weights().double().log() - (-uniform.clamp_min(1e-300).log()).log()
-        return torch.argsort(keys, descending=True, stable=True)
+        keys = self.weights().double().log_().sub_(uniform.clamp_min_(1e-300).log_().neg_().log_())
+        rows = torch.arange(self.num_rows)
+        if most < self.num_rows:  # a sort of a million rows takes half the time of a draw
+            rows = (keys >= keys.topk(most, sorted=False).values.min()).nonzero()[:, 0]
+        return rows[torch.argsort(keys[rows], descending=True, stable=True)]
 
 
 class Mixture:
