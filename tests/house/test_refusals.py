@@ -92,6 +92,7 @@ SINGLE = {
     "vLLM cannot be handed": "a kind of adapter or of quantization",
     "The adapter does not change {} alike": "an adapter on one of two tied weights",
     "The adapter on {} cannot be merged": "a kind of adapter",
+    "router_replay='R3' needs the experts of": "a vLLM that returns none",
     "The server at {} takes no images": "a server that lacks Covey's plugin",
 }
 """Beginnings of sentences that name two features and refuse no combination of them, and what they are about."""

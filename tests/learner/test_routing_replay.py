@@ -288,7 +288,7 @@ def test_the_logged_balance_loss_is_a_mean_over_steps_and_over_batches_of_an_eva
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({"rollout_backend": "transformers"}, "Covey's own engine records and transformers does not"),
+        ({"rollout_backend": "transformers"}, "Covey's own engine and vLLM record and transformers does not"),
         ({"generation_kwargs": {"num_beams": 2}}, "transformers' generate does not"),
         ({"router_replay": "R2"}, "R3"),
     ],

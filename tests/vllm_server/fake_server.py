@@ -5,8 +5,10 @@ The real server is tested in `test_real_server.py`; here each phase fails in way
 
 from __future__ import annotations
 
+import base64
 import copy
 import hashlib
+import io
 import json
 import queue
 import threading
@@ -18,9 +20,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import numpy
 import torch
 from safetensors.torch import load, load_file
 
+from covey.kernels import find_routers
 from covey.models.modalities import whole_inputs
 from covey.process.link.covey_link import Link, meeting, store_at
 from covey.types import Media, Prompt
@@ -81,6 +85,7 @@ class FakeServer:
         self.logprobs_mode, self.max_model_length = "processed_logprobs", 256
         self.device, self.dtype, self.quantization = "cpu", "float32", None
         self.cache_dtype, self.speculative, self.computes_in_pieces = "auto", None, False
+        self.returns_experts = False
         self.folder = "/nowhere/policy"
         """Path of the model that it says it serves."""
         self._lock = threading.Lock()
@@ -192,6 +197,7 @@ class FakeServer:
             "scheduler_config": {"enable_chunked_prefill": self.computes_in_pieces},
             "cache_config": {"cache_dtype": self.cache_dtype},
             "speculative_config": self.speculative,
+            "aux_output_config": {"enable_return_routed_experts": self.returns_experts},
             "lora_config": {"max_lora_rank": self.lora_rank, "max_loras": 2} if self.lora_rank else None,
         }
 
@@ -306,7 +312,20 @@ class FakeServer:
             if drawn[-1] in body["stop_token_ids"]:
                 break
         reason = "stop" if drawn[-1] in body["stop_token_ids"] else "length"
-        return {"index": index, "token_ids": drawn, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}
+        made = {"index": index, "token_ids": drawn, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}
+        return {**made, "routed_experts": self._experts(model, body, drawn)} if self.returns_experts else made
+
+    def _experts(self, model: Any, body: dict[str, Any], drawn: list[int]) -> str:
+        """As vLLM 0.32: an .npy file in base64, of all tokens but the last and all layers, zeros in dense ones."""
+        routers = find_routers(model, model)
+        assert routers is not None
+        with routers.watching():
+            self._logits(model, body, drawn[:-1])
+        chosen, config, content = routers.taken().numpy(), model.config, io.BytesIO()
+        table = numpy.zeros((len(chosen), config.num_hidden_layers, chosen.shape[2]), numpy.uint8)
+        table[:, [i for i in range(config.num_hidden_layers) if i not in config.mlp_only_layers]] = chosen
+        numpy.save(content, table)
+        return base64.b64encode(content.getvalue()).decode()
 
 
 def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:

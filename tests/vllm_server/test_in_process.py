@@ -68,35 +68,3 @@ def test_what_is_drawn_has_the_log_probabilities_of_a_plain_forward_of_its_weigh
         assert max(found["after_stale"]) > STALE
     if {"tools", "environment"} & set(CASES[name]):
         assert found["replies"] > 0
-
-
-EXPERTS = """
-import os, sys
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-from transformers import Qwen3MoeConfig
-shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-config = Qwen3MoeConfig(vocab_size=320, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, **shape)
-config.architectures = ["Qwen3MoeForCausalLM"]
-config.save_pretrained("moe")
-from vllm import LLM
-LLM("moe", load_format="dummy", skip_tokenizer_init=True, dtype="float32", max_model_len=256, enable_return_routed_experts=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("runner", "why"), [(None, "requires Model Runner V2"), ("1", "Model Runner V2 requires Triton")]
-)
-def test_vllms_cpu_build_returns_no_experts(runner, why, tmp_path):
-    """The day that this fails, routing replay over vLLM can be written and compared."""
-    more = {} if runner is None else {"VLLM_USE_V2_MODEL_RUNNER": runner}
-    done = subprocess.run(
-        [PYTHON, "-c", EXPERTS],
-        cwd=tmp_path,
-        env={**os.environ, **more},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert why in done.stderr

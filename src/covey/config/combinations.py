@@ -158,8 +158,8 @@ REFUSALS = (
         "router_replay='R3' needs the experts of each token, which no {writer} gives; leave it out.",
     ),
     Refusal(
-        ("router_replay", "vLLM server or vLLM in process or transformers or generate"),
-        "router_replay='R3' needs the experts of each token, which Covey's own engine records and {writer} does not; leave one of them out.",
+        ("router_replay", "transformers or generate"),
+        "router_replay='R3' needs the experts of each token, which Covey's own engine and vLLM record and {writer} does not; leave one of them out.",
     ),
     Refusal(
         ("thinking budget", "agent or rollout_func"),

@@ -5,6 +5,7 @@ indices into that call, and their scores from the same tensor, so that weights a
 Ma et al. 2025, "R3", <https://arxiv.org/abs/2510.11370>).
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,15 +22,22 @@ _TOPK = (torch.topk, Tensor.topk)
 
 def expert_counts(model: nn.Module) -> set[int]:
     """Numbers of experts of the model's layers: of matrices in one parameter, or of modules in a list of experts."""
-    counts = {
-        len(module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and name.endswith("experts")
-    }
-    for module in model.modules():
+    return {count for _, count in _experts_by_place(model)}
+
+
+def expert_layers(model: nn.Module) -> tuple[int, ...]:
+    """Numbers of the layers that have experts, in order; dense ones are left out."""
+    places = [re.search(r"\.(\d+)\.", place) for place, _ in _experts_by_place(model)]
+    return tuple(sorted({int(place[1]) for place in places if place}))
+
+
+def _experts_by_place(model: nn.Module) -> Iterator[tuple[str, int]]:
+    for place, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and place.endswith("experts") and len(module) > 1:
+            yield place, len(module)
         if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            counts |= {len(weight) for weight in module.parameters(recurse=False) if weight.ndim == 3}
-    return counts - {0, 1}
+            weights = module.parameters(recurse=False)
+            yield from ((place, len(weight)) for weight in weights if weight.ndim == 3 and len(weight) > 1)
 
 
 @dataclass(eq=False)

@@ -40,6 +40,9 @@ class _Writing:
     finish: Finish | None = None
     media: Media | None = None
     """Images, sounds and videos of prompt and replies, where a reply has any."""
+    experts: list[Tensor] = field(default_factory=list)
+    """Experts of each turn, those of the reply before it included; empty: not recorded."""
+    prompt_experts: Tensor | None = None
     is_checked: bool = False
     """True if the thoughts of the turn were closed within their budget."""
 
@@ -56,6 +59,11 @@ class _Writing:
             self.logprobs = None
         else:
             self.logprobs.append(turn.logprobs[: len(cut)])
+        if turn.experts is not None and turn.prompt_experts is not None:
+            if self.prompt_experts is None:
+                self.prompt_experts = turn.prompt_experts
+            recorded = len(self.prompt_experts) + sum(map(len, self.experts))
+            self.experts += [turn.prompt_experts[recorded:], turn.experts[: len(cut)]]
         self.turns += 1
         self.ids += cut
         self.mask += [True] * len(cut)
@@ -103,6 +111,8 @@ class _Writing:
             mask=torch.tensor(self.mask, dtype=torch.bool),
             version=first[1],
             versions=tuple(later),
+            experts=torch.cat(self.experts) if self.experts else None,
+            prompt_experts=self.prompt_experts,
             media=self.media,
         )
 

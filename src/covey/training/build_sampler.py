@@ -115,15 +115,17 @@ def sampler_options(
             "log-probabilities of its own.",
             ", ".join(sorted(others)),
         )
-    if args.router_replay:
-        _refuse_replay(args, others)
+    recorded = {"records_experts": True} if args.router_replay else {}
+    if recorded:
+        writer = "transformers' generate" if others else args.rollout_backend
+        expect_together("router_replay", "generate" if others else writer in FEATURES and writer, writer=writer)
     options = computing_options(args, world)
     if others:
         return {**options, "backend": "generate", "generate": others}
     if args.rollout_backend == "vllm":
         precision = {} if args.vllm_mode == "server" else {"dtype": options.get("dtype", "auto")}
         options = {"backend": vllm_backend(args), **vllm_options(args, world, server, example), **precision}
-        return options | thinking_options(args)
+        return options | thinking_options(args) | recorded
     if args.rollout_backend == "transformers":
         return {**options, "backend": "transformers"}
     choices = {
@@ -131,7 +133,7 @@ def sampler_options(
         "attention": (args.attention, "auto"),
     }
     options |= {"backend": args.rollout_backend, "cache_fraction": args.rollout_cache_fraction}
-    options |= {"backend": "native", "records_experts": True} if args.router_replay else {}
+    options |= {"backend": "native", **recorded} if recorded else {}
     return options | {name: value for name, (value, default) in choices.items() if value != default}
 
 
@@ -152,13 +154,6 @@ def thinking_options(args: GRPOConfig) -> dict[str, int]:
 def thinking_stages(args: GRPOConfig) -> Stages:
     """Stages of a run with a budget of thoughts."""
     return Stages() if args.thinking_token_budget is None else Stages(before_advantages=(ClosedThoughts(),))
-
-
-def _refuse_replay(args: GRPOConfig, others: Mapping[str, Any]) -> None:
-    """Raise ConfigError where nothing records the experts that wrote a completion, or the learner cannot replay them."""
-    writer = "transformers' generate" if others else args.rollout_backend
-    sampler = "vLLM in process" if writer == "vllm" else "generate" if others else writer
-    expect_together("router_replay", sampler in FEATURES and sampler, writer=writer)
 
 
 def _dtype(args: GRPOConfig, world: World) -> str:

@@ -90,6 +90,7 @@ def expect_engine(
         cast(Carrier, args.vllm_transport),
         is_on_cuda=device.type == "cuda",
         has_adapter=peft_config is not None or has_adapter(model) or place_of_text(model) is not None,
+        records_experts=args.router_replay is not None,
     )
     return server
 

@@ -14,6 +14,7 @@ from covey.process.sharding import Shards, compute_device
 from covey.process.world import World
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.vllm.broadcast import BroadcastTransport
+from covey.rollout.vllm.experts import refuse_unrecorded
 from covey.rollout.vllm.pieces import largest_piece
 from covey.rollout.vllm.plain_layers import refuse_unmerged
 from covey.rollout.vllm.server import (
@@ -150,8 +151,11 @@ def refuse_unfit(
     *,
     is_on_cuda: bool,
     has_adapter: bool,
+    records_experts: bool = False,
 ) -> None:
     """Raise the ConfigError that a ServerSampler would raise, by the model's configuration: before its weights are loaded."""
+    if records_experts:
+        refuse_unrecorded(server)
     refuse_carrier(server, transport, is_on_cuda=is_on_cuda)
     refuse_raw_logprobs(server, params)
     refuse_other_model(server, config, tokenizer, params.stop)

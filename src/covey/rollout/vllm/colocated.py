@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from covey.errors import ConfigError, DataError, ModelError, ServerError
+from covey.kernels import expert_layers
 from covey.models import context_limit, unwrapped
 from covey.models.modalities import banned_ids, refuse_loose_places
 from covey.process import rng
@@ -27,6 +28,7 @@ from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import SamplingParams, update_metrics
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import check_finite, checked_eos_ids
+from covey.rollout.vllm.experts import expect_recorder, with_experts
 from covey.rollout.vllm.lifecycle import NEVER, Sleep, refuse_temperature
 from covey.rollout.vllm.plain_layers import plain_config, refuse_unmerged
 from covey.rollout.vllm.weights import Source, write_weights
@@ -46,6 +48,8 @@ class VLLMSampler:
 
     loads: int = 0
     """Number of calls of `load`."""
+    layers: Sequence[int] | None
+    """Numbers of the layers whose experts are recorded; None: none are."""
 
     def __init__(
         self,
@@ -63,14 +67,15 @@ class VLLMSampler:
         regex: str | None = None,
         processor: Any = None,
         shards: Shards | None = None,
+        records_experts: bool = False,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """Start an engine for models of this shape. `processor`: that of a model that reads images or sounds.
 
         `dtype`: `auto` is the type of the model's weights, whatever its configuration names.
-        `shards`: those of a model split over processes, each with an engine of its own.
+        `shards`: those of a model split over processes, each with an engine of its own. `records_experts`: see `NativeSampler`.
 
-        Raises ConfigError without vLLM, ModelError for a model that it cannot run.
+        Raises ConfigError without vLLM or one that can record experts, ModelError for a model that it cannot run.
         """
         self.tokenizer, self.shards = tokenizer, shards
         self.model, self.max_rows = model, max_rows
@@ -85,14 +90,13 @@ class VLLMSampler:
             logger.warning("vllm_enable_sleep_mode=True changes nothing here: vLLM gives memory back on GPUs only.")
         refuse_unmerged(model)
         extra: dict[str, Any] = {"enable_sleep_mode": True} if self.sleeps else {}
-        if tensor_parallel_size > 1:
-            extra["tensor_parallel_size"] = tensor_parallel_size
+        extra |= {"tensor_parallel_size": tensor_parallel_size} if tensor_parallel_size > 1 else {}
         if has_several_processes():
             extra["distributed_executor_backend"] = "external_launcher"  # an engine in each process of the group
-        if model_impl != "vllm":
-            extra["model_impl"] = model_impl
-        if max_rows is not None:
-            extra["max_num_seqs"] = max_rows
+        extra |= {"model_impl": model_impl} if model_impl != "vllm" else {}
+        extra |= {"max_num_seqs": max_rows} if max_rows is not None else {}
+        self.layers = expert_layers(unwrapped(model)) if records_experts else None
+        extra |= {"enable_return_routed_experts": True} if records_experts else {}
         if not next(model.parameters()).is_cuda:
             extra["enable_chunked_prefill"] = False  # a prompt with a seed, computed in pieces, ends vLLM 0.32 on a CPU
         dtype = _dtype_of(model) if dtype == "auto" else dtype  # vLLM's own would be the file's, or 16 bits for float32
@@ -172,9 +176,9 @@ class VLLMSampler:
                 self.check_stop()
                 for output in engine.step():
                     if output.finished and (finished_prompt := waiting.pop(_name(output.request_id), None)) is not None:
-                        answers = sorted(output.outputs, key=lambda answer: answer.index)
                         copies = n if params.is_greedy else 1
-                        yield Group(prompt=finished_prompt, completions=tuple(map(self._completion, answers)) * copies)
+                        made = self._completions(output, finished_prompt)
+                        yield Group(prompt=finished_prompt, completions=made * copies)
         finally:
             if waiting:  # the caller stopped early: abort the rest
                 engine.abort_request(list(waiting))
@@ -221,6 +225,13 @@ class VLLMSampler:
             structured_outputs=None if self.regex is None else StructuredOutputsParams(regex=self.regex),
         )
 
+    def _completions(self, output: Any, prompt: Prompt) -> tuple[Completion, ...]:
+        answers = sorted(output.outputs, key=lambda answer: answer.index)
+        made = tuple(map(self._completion, answers))
+        if self.layers is None:
+            return made
+        return with_experts(made, [answer.routed_experts for answer in answers], prompt, self.layers)
+
     def _completion(self, answer: Any) -> Completion:
         if answer.finish_reason not in ("stop", "length"):
             raise ServerError(f"vLLM broke a completion off ({answer.finish_reason}); its log says why.")
@@ -263,6 +274,8 @@ def _engine(model: Any, processor: Any, dtype: str, share: float, context: int |
     expect_vllm()
     from vllm import LLM, EngineArgs
 
+    if "enable_return_routed_experts" in extra:
+        expect_recorder()
     if hasattr(EngineArgs, "mm_device_do_normalize"):  # pixels reach it as the processor has scaled them
         extra = {**extra, "mm_device_do_normalize": False}
     with tempfile.TemporaryDirectory(prefix="covey-vllm-") as folder, rng.unchanged():  # vLLM seeds all with 0

@@ -29,6 +29,7 @@ from covey.rollout.stopping import check_finite, checked_eos_ids
 from covey.rollout.vllm.broadcast import BroadcastTransport
 from covey.rollout.vllm.choice import transport_for
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError, RefusedError, is_lost
+from covey.rollout.vllm.experts import decoded, recorded_layers, with_experts
 from covey.rollout.vllm.lifecycle import NEVER
 from covey.rollout.vllm.media import complete, expect_media_taken
 from covey.rollout.vllm.server import Server, refuse_other_model, refuse_raw_logprobs, warn_of_server
@@ -71,6 +72,7 @@ class ServerSampler:
         shards: Shards | None = None,
         server: Server | None = None,
         example: Prompt | None = None,
+        records_experts: bool = False,
         check_stop: Callable[[], None] = lambda: None,
         check_wait: Callable[[], None] | None = None,
         agree: Callable[[bool], bool] | None = None,
@@ -78,7 +80,7 @@ class ServerSampler:
         """`server`: a connection to one that fits (`refuse_unfit`). None: wait up to `timeout` seconds for it and read its description.
 
         `shards`: those of a model that is split over processes, whose weights are gathered a block at a time to be sent.
-        `example`: a prompt with images or sounds, attested with every update. Raises ConfigError for a server of another model or
+        `example`: a prompt with images or sounds, attested with every update. `records_experts`: see `NativeSampler`. Raises ConfigError for a server of another model or
         without the endpoints, ServerError if no server answers.
         """
         self.tokenizer, self.regex, self.timeout = tokenizer, regex, timeout
@@ -93,6 +95,7 @@ class ServerSampler:
             refuse_other_model(server, unwrapped(model).config, tokenizer)
             warn_of_server(server)
         self.server, self.client, facts = server, server.client, server.facts
+        self.layers = recorded_layers(model, server) if records_experts else None
         self.dtype = "float32" if facts.is_float32 else None
         """Type that it computes in, where its log-probabilities are to equal a plain forward's."""
         limits = (context_limit(unwrapped(model)), facts.max_model_length)
@@ -355,6 +358,7 @@ class ServerSampler:
         try:
             choices = sorted(body["choices"], key=lambda choice: int(choice["index"]))
             made = tuple(self._completion(choice, prompt) for choice in choices)
+            tables = [decoded(choice.get("routed_experts")) for choice in choices] if self.layers is not None else []
         except (TypeError, LookupError, ValueError) as error:
             raise ServerError(
                 f"The server's answer holds no completions with token ids and log-probabilities ({type(error).__name__}: {error})."
@@ -366,7 +370,7 @@ class ServerSampler:
                 f"The server at {self.client.address} ends completions after {short[0]} of {room} tokens; start it with "
                 "--generation-config vllm and without max_new_tokens in --override-generation-config."
             )
-        return made
+        return made if self.layers is None else with_experts(made, tables, prompt, self.layers)
 
     def _completion(self, choice: Mapping[str, Any], prompt: Prompt) -> Completion:
         ids = torch.tensor(list(choice["token_ids"]), dtype=torch.int64)

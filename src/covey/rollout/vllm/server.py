@@ -66,6 +66,8 @@ class ServerInfo:
     """Store of keys and values that it reads before it computes them; None: its own prefix cache alone."""
     takes_seeds: bool = True
     """False on a CPU that computes prompts in pieces: vLLM 0.32 would end at one with a seed."""
+    returns_experts: bool = False
+    """True if answers have the experts of each token."""
 
     @property
     def is_float32(self) -> bool:
@@ -266,6 +268,7 @@ def _read_info(client: Client) -> ServerInfo:
             connector=(config.get("kv_transfer_config") or {}).get("kv_connector"),
             takes_seeds=(config.get("device_config") or {}).get("device") != "cpu"
             or not (config.get("scheduler_config") or {}).get("enable_chunked_prefill", True),
+            returns_experts=bool((config.get("aux_output_config") or {}).get("enable_return_routed_experts")),
             has_digest="covey" in str(parallel.get("worker_extension_cls") or "") and client.has("/collective_rpc"),
         )
     except (TypeError, LookupError, ValueError, AttributeError) as error:
