@@ -17,6 +17,12 @@ from kit import tiny_model, tiny_tokenizer
 REWARD = "def digits(completions, answer, **kwargs):\n    return [float(len(c)) for c in completions]\n"
 
 
+CHANNELS = (
+    "{% for m in messages %}{% if m.thinking %}<|start|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A model folder, a data set with a column `question`, and a reward in a file."""
@@ -98,6 +104,46 @@ def test_a_dry_run_shows_options_arithmetic_and_memory_and_writes_nothing(place,
 def test_a_dry_run_refuses_whatever_the_run_would(more, sentence, place, capsys):
     assert main(words(place, *more, "--dry-run")) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "more", "sentence"),
+    [
+        ({"prompt": "Why? " * 200}, [], "of the data set has a prompt of 1000 tokens"),
+        ({"prompt": "What is this?", "image": "cat.png"}, [], "image"),
+        ({"prompt": "What?"}, ["--max-completion-length", "600"], "max_completion_length takes the whole context"),
+    ],
+)
+def test_a_dry_run_refuses_prompts_that_the_run_would(row, more, sentence, place, tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({**row, "prompt": prompt}) + "\n" for prompt in ("2 + 2 =", row["prompt"])))
+    given = [
+        "train",
+        "--model",
+        place / "model",
+        "--dataset",
+        file,
+        "--reward",
+        "length",
+        "--output-dir",
+        tmp_path / "run",
+    ]
+    given += ["--max-completion-length", "8", "--use-cpu", *more]
+    said = []
+    for last in (["--dry-run"], []):
+        assert main([*map(str, given), *last]) == 2
+        said.append(capsys.readouterr().err.strip().splitlines()[-1])
+        assert sentence in said[-1]
+    assert said[0] == said[1]
+
+
+def test_a_dry_run_refuses_a_budget_of_thoughts_that_stand_in_a_channel(place, tmp_path, capsys):
+    shutil.copytree(place / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(CHANNELS)
+    given = words(place, "--dry-run", "--thinking-token-budget", "4")
+    given[given.index("--model") + 1] = str(tmp_path / "model")
+    assert main(given) == 2
+    assert "thinking_token_budget closes thoughts by a mark" in capsys.readouterr().err
 
 
 def test_a_dry_run_looks_at_the_folder_and_at_what_is_resumed(place, tmp_path, capsys):

@@ -4,7 +4,8 @@ import textwrap
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from covey.cli import output
 from covey.cli.adapter import adapter_to_train
@@ -44,8 +45,7 @@ def show(config: GRPOConfig, args: Args, overrides: Mapping[str, Any], dataset: 
 
 
 def expect_runnable(config: GRPOConfig, args: Args, dataset: Any, held_out: Any) -> None:
-    """Raise what the run would before its model is loaded, for rewards, their weights and columns, the curriculum and the evaluation set."""
-    from covey.data.curriculum import order_of
+    """Raise what the run would for rewards, their weights and columns, the evaluation set, and the prompts."""
     from covey.rewards import Scorer
     from covey.training.datasets import checked_eval
 
@@ -54,9 +54,39 @@ def expect_runnable(config: GRPOConfig, args: Args, dataset: Any, held_out: Any)
     if args.get("reward"):
         with closing(Scorer.of(args["reward"], None if is_agentic else config.reward_weights)) as scorer:
             scorer.check(None if is_agentic or config.group_languages else dataset.column_names)
-    if config.curriculum != "none":
-        order_of(dataset, curriculum=config.curriculum, seed=config.seed, shuffle=True, block_size=1)
     checked_eval(held_out, config)
+    _expect_prompts(config, args, dataset)
+
+
+def _expect_prompts(config: GRPOConfig, args: Args, dataset: Any) -> None:
+    """Raise for prompts of the first rollout that the run would refuse: too long, or with media that the model does not read; for thoughts too."""
+    from covey.data import PromptStream, prepare_tokenizer
+    from covey.models import context_limit
+    from covey.models.longrope import short_rope_limit
+    from covey.models.modalities.processors import load_processing
+    from covey.models.passes import reads_media
+    from covey.rollout.thinking import ThinkingBudget
+
+    described = model_config(args["model"], config.trust_remote_code)
+    model: Any = SimpleNamespace(config=described)  # nothing of it but its configuration is read
+    processing = load_processing(model, model_folder(args["model"]), trust_remote_code=config.trust_remote_code)
+    tokenizer = prepare_tokenizer(processing)
+    if config.thinking_token_budget is not None:
+        ThinkingBudget.of(tokenizer, config.thinking_token_budget)
+    limit = None if short_rope_limit(described.get_text_config()) else context_limit(model)
+    prompts = PromptStream(
+        dataset,
+        tokenizer,
+        processor=processing if processing is not tokenizer and reads_media(described) else None,
+        seed=config.seed if config.data_seed is None else config.data_seed,
+        chat_template_kwargs=_template_of(config),
+        max_prompt_length=None if limit is None else limit - config.max_completion_length,
+        on_too_long=cast(Any, config.on_long_prompt),
+        shuffle=config.shuffle_dataset,
+        curriculum=config.curriculum,
+    )
+    if hasattr(dataset, "__len__"):
+        prompts.take(min(len(dataset), counts_of(config, dataset).prompts_per_generation))
 
 
 def expect_place(config: GRPOConfig, args: Args) -> None:
@@ -117,8 +147,11 @@ def longest_prompt_tokens(dataset: Any, model: str, config: GRPOConfig) -> int:
     from covey.models import load_tokenizer
 
     tokenizer = load_tokenizer(None, model_folder(model), trust_remote_code=config.trust_remote_code)
-    template = config.chat_template_kwargs if isinstance(config.chat_template_kwargs, dict) else {}
-    return longest_prompt(dataset, prepare_tokenizer(tokenizer), template)
+    return longest_prompt(dataset, prepare_tokenizer(tokenizer), _template_of(config))
+
+
+def _template_of(config: GRPOConfig) -> Mapping[str, Any]:
+    return config.chat_template_kwargs if isinstance(config.chat_template_kwargs, dict) else {}
 
 
 def _plain(value: Any) -> Any:
