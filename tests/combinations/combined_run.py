@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 from covey.rollout import worker_process
+from delays import plant
 from forked import Forked, free_port, rank_environment, worker_of
 from kit import tiny_model, tiny_tokenizer
 
@@ -63,7 +64,7 @@ def varied(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 
 
 def trainer(folder: Path, case: dict[str, Any]) -> Any:
-    """The run of a case: `options` of GRPOConfig, and what else it is made of."""
+    """The run of a case: `options` of GRPOConfig, and what else it is made of. `late`: delays in its processes."""
     from datasets import Dataset
 
     from covey import GRPOConfig, GRPOTrainer
@@ -164,6 +165,7 @@ if __name__ == "__main__":
     )  # a fork; tests/rollout/test_asynchronous.py starts real ones
     place = Path(sys.argv[1])
     case = json.loads(sys.argv[2])
+    plant(case.get("late", {}))
     made = trainer(place, case)
     if made.args.process_index == 0:
         made.model.save_pretrained(place / "start")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,15 @@ from vllm_server.fake_server import FakeServer
 
 ACTING = ("environment", "agent", "tools")
 AHEAD = {"async_rollouts": True, "in_flight_weights": False}
+LATE = {"covey.rollout.remote:RemoteSampler.begin": 0.5, "covey.rollout.vllm.ahead:ServedWeights.begin": 0.5}
+"""The learner is a step ahead by the time that a rollout begins."""
 
 
-def served(folder: Path, processes: int = 1, **options):
+def served(folder: Path, processes: int = 1, late: Mapping[str, float] | None = None, **options):
     with FakeServer(policy(), tiny_tokenizer()) as fake:
         fake.is_varied = True
         server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_port": fake.port}
-        return run(folder, processes, options={**server, **options})
+        return run(folder, processes, options={**server, **options}, late=late or {})
 
 
 @pytest.mark.nightly
@@ -35,7 +38,7 @@ def test_a_server_without_staleness_gives_the_synchronous_run(tmp_path):
 def test_a_server_writes_ahead_for_two_learners_as_for_one(sharding, tmp_path):
     logs = served(tmp_path / "1", **AHEAD)
     assert max(entry.get("staleness/max", 0) for entry in logs) == 1
-    logs = served(tmp_path / "2", 2, **AHEAD, **sharding)
+    logs = served(tmp_path / "2", 2, LATE, **AHEAD, **sharding)
     assert max(entry.get("staleness/max", 0) for entry in logs) == 1
     assert apart(tmp_path / "1", tmp_path / "2") < 1e-6
 
@@ -72,7 +75,7 @@ def test_tools_are_called_in_worker_processes_ahead_of_two_learners_as_of_one(tm
 def test_episodes_are_scored_for_two_learners_as_for_one(feature, sharding, tmp_path):
     case = {"features": [feature], "others": str(tmp_path), "url": None, "chat": True}
     alone = run(tmp_path / "1", options=AHEAD, **case)
-    logs = run(tmp_path / "2", 2, options={**AHEAD, **sharding}, **case)
+    logs = run(tmp_path / "2", 2, options={**AHEAD, **sharding}, late=LATE, **case)
     assert max(entry.get("staleness/max", 0) for entry in logs) == 1
     name = "rewards/Room/mean" if feature == "environment" else "rewards/agent/mean" if feature == "agent" else "reward"
     means = [[entry[name] for entry in log if name in entry] for log in (alone, logs)]

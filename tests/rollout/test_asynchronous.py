@@ -275,6 +275,18 @@ def test_an_actor_that_is_late_does_too(model, takes_newest, version) -> None:
         line.put("message", pickle.dumps(Order(number + 1, tuple(prompts()), 2, PARAMS, at_least=2)))
 
 
+def test_an_order_that_a_thread_sends_late_is_written_by_its_weights(model) -> None:
+    """Weights of the learner's next step are there before it: an environment was reset, or the thread had waited."""
+    weights = {name: weight + 0.1 for name, weight in model.named_parameters()}
+    line, one_token = Queues(), replace(PARAMS, max_tokens=1)
+    serve(line, model, replace(SETUP, in_flight=False, takes_newest=False, has_turns=True))
+    line.put("weights", 1, weights)
+    for number in range(2):
+        line.put("message", pickle.dumps(Order(number, tuple(prompts()), 2, one_token, at_least=number)))
+        groups = [one[2] for one in messages_of(line, "done") if one[0] == "group"]
+        assert {one.version for group in groups for one in group.completions} == {number}
+
+
 def call(number: int, key: int, limit: int = 24) -> Call:
     return Call(number, LiveRequest(prompts()[number % 3], (key,), limit, params=SamplingParams(max_tokens=1)))
 

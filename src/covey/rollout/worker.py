@@ -217,8 +217,8 @@ class Served:
         self.calls: deque[Call | Cancelled] = deque()
         self.replies: Replies | None = None
         self.announced: Any = None
-        self.waits_for_orders = setup.has_calls and not setup.in_flight
-        """True: new weights are taken with an order only, since calls belong to the one before them."""
+        self.waits_for_orders = not (setup.in_flight if setup.has_calls else setup.takes_newest or not setup.has_turns)
+        """True: new weights are taken with an order only: calls belong to the one before them, and a thread may send an order behind them."""
         self.writer = Writer(content, setup, version, self._newest, self._ask)
         line.send(("ready", time.monotonic()))
 

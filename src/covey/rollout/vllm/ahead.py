@@ -25,19 +25,21 @@ class ServedWeights:
         """`takes_newest` False: each order is written by the oldest weights that it allows."""
         self.server, self.takes_newest = server, takes_newest
         self.waiting: deque[Update] = deque()
+        self.version = -1
+        """Version of the weights that were taken last; -1: none."""
         self.lock = threading.Lock()
 
     def collect(self, policy: Any, version: int) -> Any:
         """Prepare an update with the current weights of `policy`, which is returned. Of a split model all processes take part."""
         update = self.server.prepare(policy, version)
         with self.lock:
-            if self.takes_newest:
+            if self.takes_newest or (self.waiting and version < self.waiting[-1].version):  # or the run went back
                 self.waiting.clear()
             self.waiting.append(update)
         return policy
 
     def attach(self, tell: Tell, check_open: Callable[[], None]) -> None:
-        self.tell = tell
+        self.tell, self.version = tell, -1  # the run may have gone back to earlier weights
         self.server.world = World()  # the other processes take no part in what the thread does
         self.server.check_stop = self.server.check_wait = check_open
         self.server.agree = self.server.world.any
@@ -55,11 +57,12 @@ class ServedWeights:
         """The server goes on."""
 
     def take(self, at_least: int) -> int | None:
-        """Load the newest update, or the oldest of at least this version; its version, None if there is no newer one."""
+        """Load the newest update, or the oldest of at least this version; its version, None if the server keeps what it has."""
         taken: Update | None = None
         with self.lock:
-            while self.waiting and (self.takes_newest or taken is None or taken.version < at_least):
+            while self.waiting and (self.takes_newest or self.version < at_least):
                 taken = self.waiting.popleft()
+                self.version = taken.version
         if taken is None:
             return None
         self.server.load_prepared(taken)
