@@ -62,13 +62,6 @@ def test_a_resumed_run_measures_from_the_same_start_to_the_bit(tmp_path, monkeyp
     assert values[0] == values[1]
 
 
-def test_a_checkpoint_from_before_this_metric_does_not_make_a_later_policy_the_start():
-    one = policy_drift.Anchor(lambda groups, algorithm: pytest.fail("nothing may be measured"))
-    one.load_state_dict({})
-    one.begin([])
-    assert one(1) == one(20) == {}
-
-
 def test_only_tokens_that_the_policy_wrote_are_measured():
     """Answers of tools, and the rest of an agent's prompt, stand in a completion with mask False."""
     model, ids = tiny_model(), torch.tensor([5, 6, 7, 8])

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from covey import __version__
 from covey.cli import output
 from covey.cli.early import default_of
@@ -104,7 +106,7 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processors": os.cpu_count(),
-        "memory_gib": _memory(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": _gpus(),
         "sandbox": _sandbox(),
         "packages": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
@@ -141,12 +143,6 @@ def _mask(name: str) -> str:
     if any(part.endswith(_SECRET) for part in name.split("_")):
         return "(set)"
     return re.sub(r"//[^/@]*@", "//(hidden)@", os.environ[name])  # a user and password in an address
-
-
-def _memory() -> float | None:
-    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-        return None
-    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
 
 
 def _gpus() -> list[str]:

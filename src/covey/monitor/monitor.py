@@ -19,6 +19,7 @@ from covey.rewards.scales import Scale
 from covey.types import Alert, Group, Max, Metric, StepReport, Sum
 
 Action = Literal["log", "off", "lower_learning_rate", "roll_back", "stop"]
+_STATEFUL = ("watch", "drift", "samples", "slices", "anchor")
 
 
 @dataclass(eq=False)
@@ -99,18 +100,11 @@ class Monitor:
         self.watch.evaluated(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {
-            **{"watch": self.watch, "drift": self.drift, "samples": self.samples},
-            **{"slices": self.slices, "anchor": self.anchor},
-        }
-        return {name: part.state_dict() for name, part in parts.items()}
+        return {name: getattr(self, name).state_dict() for name in _STATEFUL}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.watch.load_state_dict(state["watch"])
-        self.drift.load_state_dict(state["drift"])
-        self.samples.load_state_dict(state.get("samples", {}))
-        self.slices.load_state_dict(state.get("slices", {}))
-        self.anchor.load_state_dict(state.get("anchor", {}))
+        for name in (name for name in _STATEFUL if name in state):
+            getattr(self, name).load_state_dict(state[name])
 
 
 _PHASE = PeakBytes()

@@ -28,12 +28,10 @@ class Anchor:
         self.annotate = annotate
         self.groups: list[Group] = []
         """With `old_logp` [T] as the start policy gives it."""
-        self.is_missed = False
-        """True after a resume from a checkpoint without this state: the start policy is gone."""
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Keep some of the first rollout, before any update; later calls change nothing."""
-        if self.annotate is None or self.groups or self.is_missed:
+        if self.annotate is None or self.groups:
             return
         each = max(1, MOST // max(1, len(groups)))
         chosen = [_bare(group, each) for group in groups[:MOST]]
@@ -54,11 +52,10 @@ class Anchor:
         return {"kl_start": Mean.of(moved.expm1() - moved)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"groups": list(self.groups), "is_missed": self.is_missed}
+        return {"groups": list(self.groups)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.groups = list(state.get("groups", []))
-        self.is_missed = state.get("is_missed", not self.groups)
+        self.groups = list(state["groups"])
 
     def _measured(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with log-probabilities of the current policy."""

@@ -145,8 +145,6 @@ class SampleDrift:
         return {**rows, "steps": self._steps, "looks": self._looks, "weights": list(self._weights)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not state:
-            return
         self._first, self._before, self._block = (list(map(list, state[n])) for n in ("first", "before", "block"))
         self._steps, self._looks, self._weights = int(state["steps"]), int(state["looks"]), list(state["weights"])
 

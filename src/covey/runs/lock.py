@@ -1,5 +1,6 @@
 """One process trains in a folder at a time; the system lets go of the lock when the process ends, however it ends. It refuses a folder with the files of others."""
 
+import fcntl
 import os
 import re
 import stat
@@ -10,11 +11,6 @@ from pathlib import Path
 from covey.errors import RunFolderError
 from covey.runs.storage import ABSENT, NotPlainError, kind_of, open_plain
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 NAME = ".lock"
 
 
@@ -22,8 +18,8 @@ class FolderLock:
     """Held from `take` to `release`, or while entered. Another process that tries gets RunFolderError with this one's id.
 
     A POSIX record lock: children do not inherit it, so a worker that outlives its parent never keeps a folder locked, and
-    the same process may take it again (a notebook cell that runs twice): the folder is free when each has released it. Where
-    there is none (Windows, some network disks) nothing is locked.
+    the same process may take it again (a notebook cell that runs twice): the folder is free when each has released it. On
+    disks without locks (some of networks) nothing is locked.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,8 +33,6 @@ class FolderLock:
         self.release()
 
     def take(self) -> None:
-        if fcntl is None:
-            return
         if os.path.lexists(self.path) and (file := _identity(os.lstat(self.path))) in _LOCKED:
             self._file = file
             if not self.is_held():
@@ -138,7 +132,7 @@ def _identity(facts: os.stat_result) -> tuple[int, int, int]:
 _FOLDERS = frozenset({"rollouts", "evaluations", "bad_steps", "model"})
 """Folders that a run writes to; their contents count too."""
 _FILES = re.compile(r"\.lock|.*\.(json|jsonl|yaml|safetensors|bin|jinja|model|txt)")
-_CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
+CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
 
 
 def refuse_trespass(folder: Path) -> None:
@@ -157,7 +151,7 @@ def refuse_trespass(folder: Path) -> None:
 def _kinds_of(folder: Path) -> Iterator[tuple[Path, str, str]]:
     """(path, kind found, kind expected) of every path that a run may write to."""
     for path, kind in _entries(folder):
-        if path.name in _FOLDERS or path.name == "runs" or _CHECKPOINT.fullmatch(path.name):
+        if path.name in _FOLDERS or path.name == "runs" or CHECKPOINT.fullmatch(path.name):
             yield path, kind, "a folder"
             if path.name in _FOLDERS and kind == "a folder":
                 yield from _links_below(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from covey.errors import RunFolderError
 from covey.runs import checkpoint, completions, evaluations, traces
-from covey.runs.lock import refuse_trespass
+from covey.runs.lock import CHECKPOINT, refuse_trespass
 from covey.runs.metrics import read
 
 BAD_STEPS = "bad_steps"
@@ -16,7 +16,6 @@ _RECORDS = (
     *(evaluations.LOG, evaluations.FOLDER, BAD_STEPS, completions.FOLDER),
     "runs",  # TensorBoard's, as transformers names it
 )
-_CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
 _HARMLESS = re.compile(r"\..*|previous-\d+|.*\.(log|out|err)")
 """Foreign files that may be in a run's folder: hidden files, earlier runs, logs of a scheduler."""
 
@@ -76,7 +75,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return path.is_dir() and _CHECKPOINT.fullmatch(path.name) is not None
+    return path.is_dir() and CHECKPOINT.fullmatch(path.name) is not None
 
 
 def refuse_occupied(folder: Path, restarts: bool) -> None:

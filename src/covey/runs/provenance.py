@@ -9,11 +9,12 @@ import os
 import platform
 import re
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from covey.data.rendering import content_text
 
@@ -93,7 +94,7 @@ def hardware() -> dict[str, Any]:
         "processor": _processor(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_gb": _memory_gb(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "gpus": [{"name": gpu.name, "memory_gb": round(gpu.total_memory / 1e9, 1)} for gpu in gpus],
         "cuda": torch.version.cuda,
     }
@@ -268,9 +269,3 @@ def _processor() -> str:
     text = _read(Path("/proc/cpuinfo")) or ""
     names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def _memory_gb() -> float | None:
-    if sys.platform == "win32":
-        return None
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)

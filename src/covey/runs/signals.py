@@ -16,7 +16,7 @@ PREEMPTED = 75
 """EX_TEMPFAIL: saved, please start the same command again."""
 _SAME_PRESS_SECONDS = 0.5
 _TIMER = getattr(signal, "SIGRTMAX", None)
-"""The signal of `rewards.alarm`."""
+"""The signal of `rewards.alarm`; macOS has none."""
 
 
 class StopRequest:
@@ -42,7 +42,7 @@ class StopRequest:
     def __init__(self, names: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGUSR1")) -> None:
         self.signal: signal.Signals | None = None
         """The first signal received; None: none yet."""
-        self._signals = [getattr(signal, name) for name in names if hasattr(signal, name)]  # Windows has no SIGUSR1
+        self._signals = [signal.Signals[name] for name in names]
         self._before: dict[signal.Signals, Any] = {}
         self._timer: Any = None
         """Handler of the signal that ends rewards past their time limit, before any did."""
@@ -108,10 +108,10 @@ class StopRequest:
                 ):  # None: not set from Python, not ours to replace
                     self._before[number] = before
                     signal.signal(number, self._receive)
-            hangup = getattr(signal, "SIGHUP", None)
-            if hangup is not None and signal.getsignal(hangup) is signal.SIG_DFL:
-                self._before[hangup] = signal.SIG_DFL
-                signal.signal(hangup, signal.SIG_IGN)  # not a handler: rewards in processes of their own inherit it
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+                self._before[signal.SIGHUP] = signal.SIG_DFL
+                # not a handler: rewards in processes of their own inherit it
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return self
 
     def __exit__(

@@ -95,7 +95,7 @@ def load(run_dir: Path, step: int) -> Recorded:
     algorithm = algorithm.resolve(tree["state"]["controllers"])
     rows = rollouts.read(path)
     names = tuple(name.removeprefix("reward/") for name in rows[0] if name.startswith("reward/"))
-    options = described.get("reward_weights") or args.reward_weights or ()  # earlier versions wrote the option alone
+    options = described.get("reward_weights") or ()
     logged = _logged_rows(run_dir)
     taken = next((row for row in logged if row["step"] == step), {})
     of_rewards = [
@@ -248,7 +248,7 @@ def _rejudge(groups: list[Group], algorithm: Algorithm, weights: Tensor) -> tupl
 
 def _weight(option: Any, metric: str, taken: Mapping[str, Any], step: int) -> float:
     """The weight of a reward at a step; of a function, which run.json describes alone, as the step logged it."""
-    if not (isinstance(option, Mapping) or str(option).startswith("<")):  # a text in folders of earlier versions
+    if not isinstance(option, Mapping):
         return weight_of(option)(step - 1)
     if not isinstance(logged := taken.get(metric), int | float):
         raise RunFolderError(
