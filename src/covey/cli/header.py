@@ -6,21 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from covey.cli import output
 from covey.cli.early import default_of
 from covey.cli.verb import Args
-
-
-def show_header(args: Args, overrides: Mapping[str, Any]) -> None:
-    """Say it on stderr, in the main process alone."""
-    if int(os.environ.get("RANK", "0") or 0) == 0:
-        output.say("\n".join(header_lines(args, overrides)))
-
-
-def show_rows(dataset: Any) -> None:
-    """Say how many prompts there are, once they are read."""
-    if int(os.environ.get("RANK", "0") or 0) == 0:
-        output.say(_entry("rows", f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream"))
 
 
 def header_lines(args: Args, overrides: Mapping[str, Any]) -> list[str]:
@@ -47,6 +34,11 @@ def header_lines(args: Args, overrides: Mapping[str, Any]) -> list[str]:
         _entry("batch", _batch(overrides)),
         _entry("folder", f"{overrides['output_dir']}{resumed}"),
     ]
+
+
+def rows_line(dataset: Any) -> str:
+    """How many prompts there are, once they are read."""
+    return _entry("rows", f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream")
 
 
 def _algorithm(overrides: Mapping[str, Any]) -> str:

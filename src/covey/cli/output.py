@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 import sys
 import textwrap
@@ -55,6 +56,12 @@ def say(text: str) -> None:
     stream = Lasting(sys.stderr)
     stream.write(safe(text) + "\n")
     stream.flush()
+
+
+def say_on_main(text: str) -> None:
+    """A message of a run, which its main process alone says."""
+    if int(os.environ.get("RANK", "0") or 0) == 0:
+        say(text)
 
 
 class LogToStderr(logging.Handler):

@@ -108,9 +108,7 @@ def _with_file(args: dict[str, Any], recipe: Recipe, flags: Sequence[Flag], hint
     names = {flag.name for flag in flags}
     options = read_yaml(recipe.path, flags, hints)
     options |= {name: recipe.facts[name] for name in _PLANNED if name in names}
-    is_main = int(os.environ.get("RANK", "0") or 0) == 0
-    if is_main:
-        output.say(f"recipe {recipe.name}: {recipe.title}; planned, not measured")
+    output.say_on_main(f"recipe {recipe.name}: {recipe.title}; planned, not measured")
     trains = "gpus" not in names and not (args.get("dry_run") or args.get("print_config"))
     if trains and int(os.environ.get("WORLD_SIZE", "1") or 1) == 1:
         refuse_wrong_machine(recipe, _gpus_here(), "max_tokens_per_microbatch" in args)

@@ -123,9 +123,9 @@ def run(args: Args) -> int:
     dataset = None
     is_one = args.get("seeds") is None and not together.shares_base(args)
     if not args.get("print_config") and not args.get("dry_run") and is_one:
-        header.show_header(args, overrides)
+        output.say_on_main("\n".join(header.header_lines(args, overrides)))
         dataset = load_prompts(args["dataset"], args, limit=args.get("max_prompts"), live=True)
-        header.show_rows(dataset)
+        output.say_on_main(header.rows_line(dataset))
     from covey.config import GRPOConfig
 
     config = GRPOConfig(**overrides)

@@ -13,7 +13,6 @@ import time
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from covey.adapters import has_adapter
@@ -94,9 +93,7 @@ class LearningEndpoint:
         self._start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def run(self, listener: socket.socket, on_start: Callable[[], None]) -> None:

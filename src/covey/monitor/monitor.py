@@ -46,10 +46,6 @@ class Monitor:
         for close in self.closing:
             close()
 
-    def begin(self, groups: Sequence[Group]) -> None:
-        """Store the baseline for policy drift: one forward pass in the first rollout, a no-op afterwards."""
-        self.anchor.begin(groups)
-
     def measure(
         self, groups: Sequence[Group], weights: Tensor, scales: Sequence[Scale | None] | None = None
     ) -> dict[str, Metric]:
@@ -94,10 +90,6 @@ class Monitor:
     def lowers_learning_rate(self) -> bool:
         """True if any alert may lower the learning rate: ranks must then agree on it at every step."""
         return "lower_learning_rate" in self.actions.values()
-
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Pass on the metrics of an evaluation to the detectors."""
-        self.watch.evaluated(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name).state_dict() for name in _STATEFUL}

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 PREEMPTED = 75
@@ -114,9 +114,7 @@ class StopRequest:
                 signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if os.getpid() == self._owner:
             for number, before in self._before.items():
                 signal.signal(number, before)

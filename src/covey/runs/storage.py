@@ -36,7 +36,7 @@ _TORN_WRITER = re.compile(
 
 ABSENT = (FileNotFoundError, NotADirectoryError, FileExistsError)
 """Errors of a folder that is gone, or has a file in its place."""
-_CAUTIOUS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
+_CAUTIOUS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITES = os.O_WRONLY | os.O_RDWR
 _KINDS = (
     (stat.S_ISLNK, "a link"),

@@ -71,7 +71,7 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
         groups = through(stages.before_advantages, groups, position, seconds)
         with timed(seconds, "learn"):
             groups = parts.learner.annotate(groups, algorithm)
-            parts.session.monitor.begin(of_policy(groups))
+            parts.session.monitor.anchor.begin(of_policy(groups))
         scaled = scorer.combiner(groups)
         groups, memory = judged_groups(groups, algorithm, scorer.weights, scaled)
         groups = through(stages.after_advantages, groups, position, seconds)

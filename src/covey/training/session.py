@@ -325,7 +325,7 @@ class Session:
             return False
         self.latest = replace(state, is_evaluation_due=False)
         self.display.show(evaluation_line(self.trainer_state.global_step, metrics))
-        self.monitor.evaluated(metrics)
+        self.monitor.watch.evaluated(metrics)
         self._call("on_evaluate", metrics=metrics)
         return self._is_best(metrics)
 

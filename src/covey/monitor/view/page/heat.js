@@ -41,7 +41,7 @@ function figure(title, note, { height = 260, draw, tell, csv, label }) {
 }
 
 const shade = ([r, g, b], part) => `rgba(${r},${g},${b},${Math.max(0, Math.min(1, part))})`;
-const csvOf = (rows) => rows.map((row) => row.map((cell) => (cell === null || cell === undefined ? "" : `"${String(cell).replaceAll('"', '""')}"`)).join(",")).join("\n");
+export const csvOf = (rows) => rows.map((row) => row.map((cell) => (cell === null || cell === undefined ? "" : `"${String(cell).replaceAll('"', '""')}"`)).join(",")).join("\n");
 
 function label(ctx, text, x, y, align = "center") {
   ctx.fillStyle = style("--ink-soft");
@@ -151,5 +151,3 @@ export function matrix(names, table) {
     h("thead", {}, h("tr", {}, h("th"), names.map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, table.map((row, at) => h("tr", {}, h("th", { scope: "row" }, names[at]), row.map((value, other) => cell(value, at, other)))))));
 }
-
-export { csvOf };
