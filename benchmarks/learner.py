@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 import rollout
 from covey import algorithms as alg
-from covey.kernels import matmul as products
 from covey.kernels import training_heap
 from covey.learner import Learner, NoReference, Policy
 from covey.learner.memory_estimate import CPU_ENOUGH, CPU_TOKENS
@@ -117,12 +116,11 @@ def operations(model: PreTrainedModel, groups: list[Group]) -> float:
 
 
 def product(rows: int, inside: int, outside: int, is_half: bool, now: Callable[[], float]) -> float:
-    """Operations a second of the best of nine products, by the faster of the libraries that torch and the learner call."""
+    """Operations a second of the best of nine products."""
     dtype = torch.bfloat16 if is_half else torch.float32
     x, weight = torch.randn(rows, inside, dtype=dtype), torch.randn(outside, inside, dtype=dtype)
     work = lambda: torch.nn.functional.linear(x, weight)
     seconds = [timed(work, now) for _ in range(9)]
-    seconds += [timed(lambda: products.faster_linear(x, weight), now) for _ in range(9)]
     return 2 * rows * inside * outside / min(seconds)
 
 

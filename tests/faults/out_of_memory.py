@@ -16,7 +16,6 @@ import torch
 
 from covey import algorithms as alg
 from covey.errors import MemoryLimitError
-from covey.kernels import matmul as products
 from covey.learner import Policy
 from covey.rollout import NativeSampler, SamplingParams
 from covey.training.build_learner import checkpoint_once
@@ -122,7 +121,6 @@ if __name__ == "__main__":
         sys.argv[1] != "learn-as-is"
     ):  # code that is made while it runs takes a share of a narrow limit that differs by machine
         os.environ["COVEY_CPU_KERNELS"] = "0"
-        products.is_onednn_faster = lambda: False
     work = {
         "learn": learn,
         "learn-as-is": learn,

@@ -14,7 +14,7 @@ from causal_classes import build
 from plain_sampling import collect, ids_of
 from static_runs import expect_states_of_replayed_steps, record, sampler_of
 
-from covey.kernels import in_place_steps, matmul, state_steps
+from covey.kernels import in_place_steps, state_steps
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.agreement import plain_logprobs, reason_against
 from covey.rollout.cuda_graphs import Captured
@@ -145,20 +145,6 @@ def test_new_weights_are_read_and_the_model_is_given_back_as_it_was():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     sampler.load(sampler.model, version=2)
     assert gap_of(sampler, list(sampler.sample(PROMPTS, 2, SamplingParams(max_tokens=4, seed=1)))) <= 1e-5
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_steps_multiply_by_the_fastest_library_and_prefills_by_torch(monkeypatch):
-    """A prefill has a length of its own: oneDNN would compile code for it, and keep that."""
-    monkeypatch.setattr(matmul, "is_onednn_faster", lambda: True)
-    monkeypatch.setattr(matmul, "MIN_MULTIPLICATIONS", 1)
-    real, lengths = matmul.onednn_linear, []
-    monkeypatch.setattr(matmul, "onednn_linear", lambda x, *rest: lengths.append(x.shape[1]) or real(x, *rest))
-    sampler = sampler_for("lfm2", max_rows=8)
-    groups = collect(sampler, PROMPTS, 3, SamplingParams(max_tokens=24, seed=1))
-    assert set(lengths) == {1}
-    assert not any("forward" in vars(module) for module in sampler.model.modules())
-    assert gap_of(sampler, groups) <= 1e-5
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

@@ -24,7 +24,7 @@ from covey.kernels.indexers import (
     other_layers,
     reason_against_choices,
 )
-from covey.kernels.matmul import FasterLinears, Recomputing, WeightMatmul, code_bytes_per_product, learning
+from covey.kernels.matmul import code_bytes_per_product, padded_rows
 from covey.kernels.routers import Routers, expert_layers, find_routers
 from covey.kernels.sampler_linear import InPlaceLinear, SamplerLinear, has_bfloat16, with_adapters
 from covey.kernels.state_steps import cache_factory, cache_keyword, has_states, in_place_steps, state_steps, tensors_on
@@ -34,11 +34,11 @@ from covey.kernels.windows import Window, attention_windows
 
 __all__ = [
     "CHOICE", "AttentionHeads", "AttentionProduct", "CacheTables", "DecodeKernels", "DecodeStep", "DecodeWeights",
-    "FasterLinears", "HalfWeights", "InPlaceLinear", "IndexCache", "Layout", "LogitKernels", "Recomputing", "Routers",
-    "SamplerLinear", "SharedPromptAttention", "StepKernels", "TritonDecode", "WeightMatmul", "Window",
-    "add_adapters_inside_products", "attention_windows", "cache_factory", "cache_keyword", "choices", "choosing_few",
-    "code_bytes_per_product", "decode_kernels", "expert_layers", "find_indexers", "find_routers", "fuse", "has_bfloat16",
-    "has_states", "has_windows", "in_place_steps", "is_chosen", "learning", "other_layers", "reason_against_choices", "sampling",
+    "HalfWeights", "InPlaceLinear", "IndexCache", "Layout", "LogitKernels", "Routers", "SamplerLinear",
+    "SharedPromptAttention", "StepKernels", "TritonDecode", "Window", "add_adapters_inside_products",
+    "attention_windows", "cache_factory", "cache_keyword", "choices", "choosing_few", "code_bytes_per_product",
+    "decode_kernels", "expert_layers", "find_indexers", "find_routers", "fuse", "has_bfloat16", "has_states",
+    "has_windows", "in_place_steps", "is_chosen", "other_layers", "padded_rows", "reason_against_choices", "sampling",
     "share_copies", "state_steps", "tensors_on", "training_heap", "triton_unavailable_reason", "unavailable_reason",
     "with_adapters", "zeros",
 ]  # fmt: skip

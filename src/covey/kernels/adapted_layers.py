@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from covey.errors import Unsupported
 from covey.kernels.half_weights import half_of
 from covey.kernels.linear_products import Factors, multiply
-from covey.kernels.matmul import is_hooked, is_routed
+from covey.kernels.matmul import is_hooked
 from covey.kernels.sampler_linear import active_adapters
 from covey.kernels.trials import relative_gap
 from covey.models import autocast_dtype
@@ -96,7 +96,7 @@ def _narrow(linear: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor 
     """Weight and bias of a plain linear layer in `dtype`: its copy, or cast as autocast does; None for other layers and types."""
     half = half_of(linear)
     is_plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and not is_hooked(linear)
-    if not is_plain or not (half or is_routed(linear) or "forward" not in linear.__dict__):
+    if not is_plain or not (half or "forward" not in linear.__dict__):
         return None
     if half is not None and (copy := half.copy_for(linear, x)) is not None:
         return copy

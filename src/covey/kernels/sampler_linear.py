@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from covey.errors import Unsupported
 from covey.kernels.half_weights import share_copy
 from covey.kernels.linear_products import add_adapter
-from covey.kernels.matmul import PLAIN, plain_linear
+from covey.kernels.matmul import PLAIN
 
 
 class SamplerLinear(ABC):
@@ -124,7 +124,7 @@ class InPlaceLinear(SamplerLinear):
         )
 
     def outputs(self, x: Tensor) -> list[Tensor]:
-        return [plain_linear(x, weight, bias) for weight, bias in self.parts]
+        return [F.linear(x, weight, bias) for weight, bias in self.parts]
 
     def split_by(self, outputs: int) -> tuple[InPlaceLinear, InPlaceLinear]:
         """Its first outputs and the others, as layers in the same memory; of one part."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from covey.adapters import has_adapter
 from covey.config.combinations import expect_together
 from covey.errors import ConfigError
-from covey.kernels import learning
 from covey.learner import shared_prompt
 from covey.learner.measured import Measured
 from covey.learner.packing import PaddedRows, Row, pad_rows, pick_rows
@@ -103,7 +102,7 @@ class ValueModel(nn.Module):
         self.decoder.train(self.policy.model.training)  # dropout and checkpointing follow the policy's mode
 
         def work() -> Tensor:
-            with self.policy.autocast(), learning(self.decoder):
+            with self.policy.autocast():
                 hidden: Tensor = self.decoder(**inputs, use_cache=False).last_hidden_state  # [N, S, D]
             return hidden
 

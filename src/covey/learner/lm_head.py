@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from covey.kernels import LogitKernels, WeightMatmul
+from covey.kernels import LogitKernels
 from covey.process.memory import device_memory
 
 CPU_ELEMENTS = 2**23
@@ -75,9 +75,8 @@ class Workspace:
     """
 
     def __init__(self, rows: int, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.rows, self.weight = rows, weight
+        self.rows, self.weight, self.bias = rows, weight, bias
         self.dtype, self.wide = hidden.dtype, torch.promote_types(hidden.dtype, torch.float32)
-        self.matmul = WeightMatmul(weight, bias)
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
         return self.weight.new_empty(self.rows, self.weight.shape[0], dtype=dtype)
@@ -99,7 +98,9 @@ class Workspace:
 
     def narrow_product(self, rows: Tensor) -> Tensor:
         """`rows @ weight.T + bias` [m, V] in the type of the matmul."""
-        return self.matmul.forward(rows, (self.logits if self.narrow is None else self.narrow)[: rows.shape[0]])
+        out = (self.logits if self.narrow is None else self.narrow)[: rows.shape[0]]
+        torch.mm(rows, self.weight.t(), out=out)
+        return out if self.bias is None else out.add_(self.bias)
 
     def product(self, rows: Tensor) -> Tensor:
         """`rows @ weight.T + bias` [m, V], float32 or wider: a log-softmax in bf16 is off by 1e-2 at large V."""
@@ -117,9 +118,8 @@ class Workspace:
 
         `slopes` are the gradients of log-probability and entropy, each [m] or None.
         """
-        result = logit_gradient(
-            transform.logits_(self.product(rows)), self.other[: rows.shape[0]], transform, saved, slopes
-        )
+        logits, other = transform.logits_(self.product(rows)), self.other[: rows.shape[0]]
+        result = logit_gradient(logits, other, transform, saved, slopes)
         return result if self.narrow is None else self.narrow[: rows.shape[0]].copy_(result)
 
 
@@ -231,9 +231,11 @@ class LinearLogProbability(torch.autograd.Function):
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0, dtype=wide)
             if hidden_gradient is not None:
-                space.matmul.input_gradient(gradient, hidden_gradient[part])
-            if weight_gradient is not None:
-                space.matmul.add_weight_gradient(weight_gradient, gradient, rows)
+                torch.mm(gradient, weight, out=hidden_gradient[part])
+            if weight_gradient is not None and weight_gradient.dtype == gradient.dtype:
+                weight_gradient.addmm_(gradient.t(), rows)
+            elif weight_gradient is not None:
+                weight_gradient += gradient.t() @ rows
             del gradient  # freed before the next chunk's gradient
         weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
         bias_gradient = None if bias_gradient is None else bias_gradient.to(bias.dtype)
@@ -245,9 +247,8 @@ def _statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of `targets`, log of the normalizer and entropy, zeros without, of a chunk of hidden states: each [m]."""
     if transform.kernels is not None:
-        logp, normalizer, entropy = transform.kernels.statistics(
-            space.narrow_product(rows), targets, transform.constants
-        )
+        product = space.narrow_product(rows)
+        logp, normalizer, entropy = transform.kernels.statistics(product, targets, transform.constants)
         return logp, normalizer, entropy if with_entropy else torch.zeros_like(entropy)
     logits, weights = transform.logits_(space.product(rows)), space.other[: rows.shape[0]]
     top = logits.amax(-1, keepdim=True)

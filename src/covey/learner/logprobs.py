@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from covey.kernels import LogitKernels, Recomputing, WeightMatmul
+from covey.kernels import LogitKernels, padded_rows
 from covey.learner.lm_head import LinearLogProbability, LogitTransform, chunk_for
 from covey.learner.vocabulary_blocks import by_vocabulary
 from covey.process.device import onto
@@ -101,18 +101,16 @@ def score_tokens(
     def score(rows: Tensor, row_targets: Tensor) -> tuple[Tensor, Tensor]:
         return score_logits(head.logits(rows), row_targets, temperature, entropy)
 
-    pieces = by_chunks(score, [head], hidden.split(chunk), targets.split(chunk))
+    pieces = by_chunks(score, hidden.split(chunk), targets.split(chunk))
     logp, entropies = zip(*pieces, strict=True)
     return torch.cat(logp), torch.cat(entropies)
 
 
-def by_chunks(function: Callable[..., R], heads: Sequence[Head], *chunks: Sequence[Tensor]) -> list[R]:
+def by_chunks(function: Callable[..., R], *chunks: Sequence[Tensor]) -> list[R]:
     """Results of `function` by chunk, under activation checkpointing: only its inputs are saved for the backward."""
     if not torch.is_grad_enabled():
         return [function(*pair) for pair in zip(*chunks, strict=True)]
-    context = Recomputing(*(head.project for head in heads if isinstance(head.project, nn.Module)))
-    again = lambda pair: checkpoint(function, *pair, use_reentrant=False, context_fn=context)
-    return [again(pair) for pair in zip(*chunks, strict=True)]
+    return [checkpoint(function, *pair, use_reentrant=False) for pair in zip(*chunks, strict=True)]
 
 
 def is_plain(project: Callable[[Tensor], Tensor]) -> bool:
@@ -150,8 +148,8 @@ def _fused(
         bias = bias.index_fill(0, onto(bias.device, torch.tensor(head.banned)), NEVER / head.multiply)
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     rest = count % transform.chunk
-    extra = min(WeightMatmul.padded_rows(rest, hidden.device), transform.chunk) - rest
-    if extra:
+    extra = min(padded_rows(rest), transform.chunk) - rest
+    if extra and hidden.device.type == "cpu":
         hidden, targets = F.pad(hidden, (0, 0, 0, extra)), F.pad(targets, (0, extra))
     with torch.autocast(hidden.device.type, enabled=False):
         logp, entropies = LinearLogProbability.apply(hidden, weight, bias, targets, transform, entropy)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import ConfigError
-from covey.kernels import AttentionHeads, HalfWeights, Window, learning
+from covey.kernels import AttentionHeads, HalfWeights, Window
 from covey.learner import context_parallel, shared_prompt
 from covey.learner.expert_choices import Balance, Routing, balanced, balanced_padded
 from covey.learner.logprobs import Head, score_tokens
@@ -108,7 +108,7 @@ class Policy:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Context of every forward pass of the model: its precision and its kernels."""
-        with learning(self.model), float32_stream(self.model), autocast(self.device, self.compute_dtype):
+        with float32_stream(self.model), autocast(self.device, self.compute_dtype):
             yield
 
     @property

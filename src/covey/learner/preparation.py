@@ -9,14 +9,7 @@ from typing import Any
 import torch
 
 from covey.errors import RAW_ERRORS, first_line
-from covey.kernels import (
-    HalfWeights,
-    Recomputing,
-    add_adapters_inside_products,
-    fuse,
-    training_heap,
-    triton_unavailable_reason,
-)
+from covey.kernels import HalfWeights, add_adapters_inside_products, fuse, training_heap, triton_unavailable_reason
 from covey.learner.policy import Policy
 from covey.models import decoder_of, unwrapped
 from covey.process.memory import is_out_of_memory
@@ -46,8 +39,6 @@ def checkpoint_activations(model: torch.nn.Module, kwargs: Mapping[str, Any] | N
     options = {"use_reentrant": False, **(kwargs or {})}
     if next(inner.parameters()).device.type == "cpu":
         training_heap(returns_blocks=True)
-        if not options["use_reentrant"] and not options.get("debug"):  # torch refuses the combination
-            options.setdefault("context_fn", Recomputing(inner))
     getattr(inner, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": options})
     if inner is not model:
         inner.enable_input_require_grads()  # frozen embeddings would cut the graph at the first block

@@ -89,7 +89,7 @@ def compared(
             shared = logp.new_zeros(len(logp)) if k is None else overlap_of(logp, ids[:, :k], k)
             return likeliest.distance(logp, ids, theirs.to(logp.dtype)), shared
 
-        pieces = by_chunks(to_likeliest, [head], *(x.split(chunk) for x in (hidden, other.ids, other.logp)))
+        pieces = by_chunks(to_likeliest, *(x.split(chunk) for x in (hidden, other.ids, other.logp)))
         apart, shared = zip(*pieces, strict=True) if pieces else ((empty,), (empty,))
         return Comparison(torch.cat(apart), None, None if other.overlap_k is None else torch.cat(shared))
 
@@ -105,7 +105,7 @@ def compared(
         shared = drawn if k is None else overlap_of(logp, theirs.topk(min(k, width), -1).indices, k)
         return other.distance(logp, theirs), drawn, shared
 
-    triples = by_chunks(to_other, [head, other.head], *(x.split(chunk) for x in (hidden, other.hidden, targets)))
+    triples = by_chunks(to_other, *(x.split(chunk) for x in (hidden, other.hidden, targets)))
     apart, drawn, shared = zip(*triples, strict=True) if triples else ((empty,), (empty,), (empty,))
     return Comparison(torch.cat(apart), torch.cat(drawn), None if other.overlap_k is None else torch.cat(shared))
 

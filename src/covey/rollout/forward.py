@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from covey.errors import Unsupported
 from covey.kernels import (
     DecodeKernels,
-    FasterLinears,
     IndexCache,
     Routers,
     SamplerLinear,
@@ -110,8 +109,6 @@ class ModulesForward:
         self.keyword = str(cache_keyword(self.model))
         self.in_kernels: StepKernels | None = None
         """Norms and rotations that compute in Triton's kernels; None: all modules compute as they are."""
-        self.products = FasterLinears(())
-        """Linear layers of decode steps, by the fastest library; a prefill's many lengths would each be compiled."""
         with torch.no_grad():
             self.layers = self._layers()
         self.steps: list[Any] = [] if self.states is None else state_steps(self.model)
@@ -160,7 +157,6 @@ class ModulesForward:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         with evaluating(self.model), decoding_threads(self.model):
-            self.products = FasterLinears(self.model.modules())
             if not self.float32_head:
                 yield
                 return
@@ -174,8 +170,7 @@ class ModulesForward:
         self._run(ids, positions, batch)
 
     def decode(self, ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        with self.products:
-            logits: Tensor = self._run(ids[:, None], positions[:, None], batch).logits[:, -1]
+        logits: Tensor = self._run(ids[:, None], positions[:, None], batch).logits[:, -1]
         return logits
 
     def prefill_media(self, prompt: Prompt, batch: PrefillBatch | AnswerBatch) -> int:
