@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from itertools import product
 
@@ -166,25 +165,6 @@ def test_a_gated_delta_step_in_place_equals_transformers(heads):
     torch.testing.assert_close(state, after, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind, width", [("lfm2", 4), ("qwen3_5_text", 4), ("lfm2", 3)])
-def test_a_convolution_step_in_place_equals_transformers(kind, width, dtype, monkeypatch):
-    """With a bias and SiLU, and without; where the window is longer than the kernel the reference has to compute."""
-    model = build(kind)
-    source = sys.modules[type(model).__module__]
-    (_, _, step), *_ = (one for one in state_steps(model) if one[1] == "causal_conv1d_update")
-    random = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=random).to(dtype)
-    hidden, state = draw(3, 2, 5).mT[..., :1], draw(3, 5, 4)
-    rest = (draw(5, width), draw(5), "silu") if kind == "lfm2" else (draw(5, width),)
-    after = state.clone()
-    out = source.causal_conv1d_update(hidden, after, *rest)
-    if width == 4:
-        monkeypatch.setattr(source, "causal_conv1d_update", None)  # nothing can fall back to it
-    torch.testing.assert_close(step(hidden, state, *rest), out, atol=1e-6, rtol=1e-5)
-    assert torch.equal(state, after)
-
-
 @pytest.mark.parametrize("is_plain, is_gated", [(True, False), (True, True), (False, False)])
 def test_a_mamba2_step_in_place_equals_transformers(is_plain, is_gated, monkeypatch):
     """Where heads have one step size and one decay, with the gate of Falcon-H1 too; elsewhere the reference has to compute."""
@@ -211,14 +191,14 @@ def test_contexts_of_several_engines_overlap_and_the_last_puts_transformers_func
     """As of engines in threads: the one that began first may end first."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as source
 
-    before = source.causal_conv1d_update
+    before = source.torch_recurrent_gated_delta_rule
     one, other = (in_place_steps(state_steps(build("qwen3_5_text"))) for _ in range(2))
     one.__enter__()
     other.__enter__()
     one.__exit__(None, None, None)
-    assert source.causal_conv1d_update is not before
+    assert source.torch_recurrent_gated_delta_rule is not before
     other.__exit__(None, None, None)
-    assert source.causal_conv1d_update is before
+    assert source.torch_recurrent_gated_delta_rule is before
 
 
 def test_a_step_with_gradients_keeps_the_state_that_they_need():

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.activations import ACT2FN
 
 from covey.models import accepts, unwrapped
 
@@ -150,27 +149,7 @@ def mamba2_step(reference: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def convolution_step(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The causal convolution of each channel with its last W tokens, of one token a row."""
-
-    def step(
-        hidden: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
-    ) -> Tensor:
-        """[R, C, 1] from `hidden` [R, C, 1], `state` [R, C, W], `weight` [C, W] and `bias` [C]."""
-        if hidden.shape[-1] > 1 or state.shape[1:] != weight.shape or _must_keep(state, hidden):
-            out: Tensor = reference(hidden, state, weight, bias, activation)
-            return out
-        flat = state.view(-1)
-        flat[:-1] = flat[1:].clone()  # copies of whole rows take a fifth of the time that copies of W numbers do
-        state[..., -1] = hidden[..., 0]
-        out = F.conv1d(state.to(weight.dtype), weight[:, None], bias, groups=len(weight))
-        return (out if activation is None else ACT2FN[activation](out)).to(hidden.dtype)
-
-    return step
-
-
 _STEPS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "causal_conv1d_update": convolution_step,
     "torch_recurrent_gated_delta_rule": gated_delta_step,
     "mamba2_selective_state_update": mamba2_step,
 }
