@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import LoHaConfig, LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import InvariantError
 from covey.learner import FIRST_UPDATE
+from covey.models import disable_dropout
 from covey.runs import checkpoint
 from covey.training.invariants import draws_while_training, expect_adapter_reloads, fingerprints
 from kit import rest_nightly, tiny_model, tiny_tokenizer
@@ -216,12 +217,20 @@ def test_a_healthy_run_has_ratio_1_up_to_float_error_at_the_first_update_of_ever
     assert all(gap < 1e-5 for pair in gaps.seen for gap in pair), gaps.seen
 
 
-def test_a_model_that_drops_out_is_not_expected_to_repeat_itself(tmp_path: Path) -> None:
-    dropping = LoraConfig(r=2, lora_alpha=8, lora_dropout=0.5, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    one = trainer(tmp_path, dropping, num_iterations=2, disable_dropout=False, max_steps=2)
+DROPPING = {
+    "LoRA": LoraConfig(r=2, lora_alpha=8, lora_dropout=0.5, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    "LoHa": LoHaConfig(r=2, module_dropout=0.5, init_weights=False, target_modules=["q_proj"]),
+}
+
+
+@pytest.mark.parametrize("kind", DROPPING)
+def test_a_model_that_drops_out_is_not_expected_to_repeat_itself(kind: str, tmp_path: Path) -> None:
+    one = trainer(tmp_path, DROPPING[kind], num_iterations=2, disable_dropout=False, max_steps=2)
     assert draws_while_training(one.model)
     assert one.train().global_step == 2
     assert not draws_while_training(tiny_model("qwen2"))
+    disable_dropout(one.model)
+    assert not draws_while_training(one.model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])

@@ -5,14 +5,13 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from torch import nn
 
 from covey.doctor.finding import Finding, failed, passed, warned
+from covey.models import dropouts
 
 AREA = "model"
 _MARK = "Qxz"
 """A marker answer that no template contains."""
-_PROBABILITIES = ("attention_dropout", "attn_dropout", "hidden_dropout", "activation_dropout", "dropout")
 
 
 def model_findings(
@@ -111,21 +110,11 @@ def padding(tokenizer: Any) -> Finding:
 
 def dropout(model: Any, *, is_off: bool) -> Finding:
     """WARN when dropout is active: the learner's log-probabilities would be those of another network at every pass."""
-    largest = 0.0 if is_off else largest_dropout(model)
+    largest = 0.0 if is_off else max((place[key] for place, key in dropouts(model)), default=0.0)
     if largest > 0:
         sentence = f"dropout of up to {largest:g} is active, so the probabilities that are learnt from are not those that were sampled."
         return warned(AREA, sentence, "--disable-dropout", dropout=largest)
     return passed(AREA, "no dropout is active", dropout=0.0)
-
-
-def largest_dropout(model: Any) -> float:
-    """The largest dropout probability anywhere in the model."""
-    probabilities = [0.0]
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            probabilities.append(float(module.p))
-        probabilities += [value for name in _PROBABILITIES if isinstance(value := getattr(module, name, None), float)]
-    return max(probabilities)
 
 
 def half_weights(model: Any, learning_rate: float) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from covey.models.passes import (
     computing,
     decoder_of,
     disable_dropout,
+    dropouts,
     encoder_of,
     evaluating,
     float32_stream,
@@ -37,7 +38,7 @@ from covey.models.products import (
 
 __all__ = [
     "SharedBase", "accepts", "as_model_errors", "auto_class", "autocast_dtype", "can_take_long", "compute_with",
-    "computing", "config_of", "context_limit", "decoder_of", "disable_dropout", "dtype_of", "encoder_of", "evaluating", "expert_weights",
+    "computing", "config_of", "context_limit", "decoder_of", "disable_dropout", "dropouts", "dtype_of", "encoder_of", "evaluating", "expert_weights",
     "experts_forward", "first_line", "float32_stream", "load_model", "load_tokenizer", "multiplies_in_float32",
     "quiet_bars", "reads_media", "resolve_source", "rope_factors", "settle_products", "short_name", "short_rope_limit",
     "take_factors", "unwrapped", "widens_stream",

@@ -123,14 +123,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability of the model to 0, those that attention reads as a number included."""
+def dropouts(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """The model's probabilities of dropout, each as a mapping and its key there: layers', those that attention reads as a number,
+    and an adapter's, which LoHa and LoKr hold in a dict by its name."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in [name for name in vars(module) if name.endswith(("dropout", "layerdrop"))]:
-            if isinstance(getattr(module, name), float):
-                setattr(module, name, 0.0)
+        fields = vars(module)
+        for name in fields:
+            if not name.endswith(("dropout", "layerdrop")) and (name != "p" or "Dropout" not in type(module).__name__):
+                continue
+            is_dict = isinstance(fields[name], dict)
+            place = fields[name] if is_dict else fields
+            yield from ((place, key) for key in (place if is_dict else [name]) if isinstance(place[key], float))
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability of the model to 0."""
+    for place, key in dropouts(model):
+        place[key] = 0.0
 
 
 def reads_media(model: nn.Module) -> bool:

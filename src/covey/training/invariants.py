@@ -17,7 +17,7 @@ from covey.config import GRPOConfig
 from covey.config.options import HONOURED
 from covey.errors import InvariantError
 from covey.learner import FIRST_UPDATE, Learner, Policy
-from covey.models import reads_media
+from covey.models import dropouts, reads_media
 from covey.process.sharding import is_sharded, local
 from covey.process.world import World
 from covey.rewards.contract import RewardSpec
@@ -137,12 +137,9 @@ def expect_served_policy(sampler: Any, model: torch.nn.Module, example: Prompt |
 
 def draws_while_training(model: torch.nn.Module) -> bool:
     """True if the model in training mode is random (dropout, router noise), so that two forward passes may differ."""
-    names = ("attention_dropout", "attn_dropout", "hidden_dropout", "activation_dropout", "dropout", "jitter_noise")
-    for module in model.modules():
-        values = [module.p] if isinstance(module, torch.nn.Dropout) else [getattr(module, name, 0.0) for name in names]
-        if any(isinstance(value, float) and value > 0 for value in values):
-            return True
-    return False
+    chances = [place[key] for place, key in dropouts(model)]
+    chances += [getattr(module, "jitter_noise", 0.0) for module in model.modules()]
+    return any(isinstance(chance, float) and chance > 0 for chance in chances)
 
 
 def expect_same_weights(model: torch.nn.Module, world: World) -> None:
