@@ -82,7 +82,7 @@ def trainer(folder: Path, case: dict[str, Any]) -> Any:
     if "lora" in case:
         from peft import LoraConfig
 
-        given["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+        given["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **case["lora"])
     if "vlm" in case:
         given["model"], given["processing_class"] = seeing(case["vlm"], case.get("hidden", 32))
         rows = picture_rows(case["images"])

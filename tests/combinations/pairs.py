@@ -148,7 +148,7 @@ def case_of(features: tuple[str, ...], url: str | None = None) -> dict[str, Any]
         options |= OPTIONS.get(feature, {})
     case: dict[str, Any] = {"options": options, "features": list(features), "url": url}
     if {"LoRA", "QLoRA"} & set(features):
-        case["lora"] = True
+        case["lora"] = {}
     if "media" in features:
         case |= {"vlm": "qwen2_5_vl", "images": [1, 2]}
     if {"tools", "environment", "agent", "rollout_func"} & set(features):

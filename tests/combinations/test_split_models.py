@@ -84,7 +84,7 @@ HOST = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 0.05, "s
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", rest_nightly(["all weights", "LoRA"], 1))
 def test_shards_in_host_memory_learn_as_a_whole_model_and_go_on_to_the_bit(kind, tmp_path):
-    case = {"lora": True} if kind == "LoRA" else {}
+    case = {"lora": {}} if kind == "LoRA" else {}
     run(tmp_path / "1", options=HOST, **case)
     options = {**HOST, "fsdp": "full_shard auto_wrap offload"}
     run(tmp_path / "2", 2, options=options, **case)
@@ -92,6 +92,15 @@ def test_shards_in_host_memory_learn_as_a_whole_model_and_go_on_to_the_bit(kind,
     assert apart(tmp_path / "1", tmp_path / "2") < 5e-5  # Adam divides what is all but zero
     run(tmp_path / "again", 2, options=options, resume=str(tmp_path / "2" / "checkpoint-2"), **case)
     assert apart(tmp_path / "2", tmp_path / "again") == 0
+
+
+@pytest.mark.nightly
+def test_a_split_model_trains_tokens_of_an_adapter_as_a_whole_one(tmp_path):
+    lora = {"trainable_token_indices": [*range(5, 60)]}
+    run(tmp_path / "1", lora=lora)
+    run(tmp_path / "2", 2, lora=lora, options={"fsdp": True})
+    assert moved(tmp_path / "1") > 1e-3
+    assert apart(tmp_path / "1", tmp_path / "2") < 2e-6
 
 
 SAVED = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}

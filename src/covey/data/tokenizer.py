@@ -85,7 +85,7 @@ def _check_vocabulary(tokenizer: Any, model: Any) -> None:
 def num_embeddings(model: Any) -> int | None:
     """Token ids that the model has embeddings for, under an adapter too; None where it does not say."""
     layer: Any = getattr(model, "get_input_embeddings", lambda: None)()
-    layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
+    layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else getattr(layer, "original_module", layer)
     rows = getattr(layer, "num_embeddings", None)
     return len(layer.weight) if rows is None and hasattr(layer, "weight") else rows
 
