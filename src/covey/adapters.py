@@ -93,6 +93,7 @@ def _refuse_activated(described: Mapping[str, Any]) -> None:
 
 _UNFIT = {
     "ADALORA": "moves ranks between its layers in a call after each step, which a run does not make",
+    "COFT": "writes to its weights in each pass, to those of a reference too and to none of a split model",
     "LILY": "mixes the tokens of a batch, so that a row's probabilities depend on the others",
     "MONTECLORA": "draws its weights anew in each pass of training, with a term of the loss that PEFT leaves to the user",
     "POLY": "reads the number of a task with each row",
@@ -106,7 +107,10 @@ def _refuse_unfit(adapted: Any) -> None:
     """Raise ConfigError for a model of PEFT whose adapters a run would not train, or as another kind."""
     for config in adapted.peft_config.values():
         _refuse_activated(config.to_dict())
-        kind = "MONTECLORA" if getattr(config, "monteclora_config", None) else config.peft_type
+        variants = {"MONTECLORA": "monteclora_config", "COFT": "coft"}
+        kind = next((name for name, option in variants.items() if getattr(config, option, None)), config.peft_type)
+        if kind == "OFT" and config.module_dropout:
+            raise ConfigError("PEFT's layers of OFT do not apply their module_dropout; leave it out.")
         if kind in _UNFIT:
             raise ConfigError(f"The adapter's kind, {str(kind).rsplit('.')[-1]}, {_UNFIT[kind]}; use LoRA or another.")
     if any(getattr(module, "merged_adapters", ()) for module in adapted.modules()):

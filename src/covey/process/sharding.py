@@ -6,6 +6,7 @@ of which every process holds its rows of `torch.chunk`; a gradient arrives reduc
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,17 +41,19 @@ class Shards:
     def __init__(self, module: nn.Module, world: World, sharding: Sharding, *, keeps_whole: bool = False) -> None:
         """Shard `module` in place. `keeps_whole` enables `gathered`, for samplers that need the full weights.
 
-        Raises ModelError for a model without blocks of the requested classes.
+        Raises ModelError for a model without blocks of the requested classes, and for parameters that cannot be split.
         """
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
+        blocks = _blocks(module, sharding.blocks)
+        _refuse_unsplittable(module, blocks)
         self.module, self.world = module, world
         self.whole: nn.Module | None = _alias(module) if keeps_whole else None
         """An unsharded copy of the module; its weights are in memory until the first `free`, and inside `gathered`."""
         pins = world.device.type == "cuda"
         place = CPUOffloadPolicy(pin_memory=pins) if sharding.offloads else OffloadPolicy()
         split = partial(fully_shard, mesh=mesh_of(world), offload_policy=place)
-        for block in _blocks(module, sharding.blocks):
+        for block in blocks:
             split(block, reshard_after_forward=sharding.reshard_after_forward)
         self.root = _Root(module)
         split(self.root, reshard_after_forward=None if sharding.reshard_after_forward else False)
@@ -156,6 +159,19 @@ def _blocks(module: nn.Module, class_names: Sequence[str] | None) -> list[nn.Mod
         )
     inner = {id(below) for part in blocks for below in part.modules() if below is not part}
     return [part for part in blocks if id(part) not in inner]
+
+
+def _refuse_unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raise ModelError for a parameter in several blocks, which FSDP2 cannot gather, or with a hook on its gradient, which it drops."""
+    count = Counter(id(parameter) for block in blocks for parameter in block.parameters())
+    for name, parameter in module.named_parameters():
+        if count[id(parameter)] > 1:
+            why = "is shared by several blocks of layers, and a split model gathers one block at a time"
+        elif parameter._backward_hooks:
+            why = "has a hook on its gradient, which is lost where a model is split"
+        else:
+            continue
+        raise ModelError(f"The parameter {name} {why}; leave fsdp out.")
 
 
 def layer_classes(module: nn.Module) -> list[str]:
