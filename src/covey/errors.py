@@ -4,8 +4,6 @@ A wrong argument is a ValueError too, and a TypeError where TRL raises one, so t
 """
 
 import difflib
-import math
-import numbers
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -162,13 +160,6 @@ def needed(what: str, extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ConfigError(f"{what}: pip install 'covey[{extra}]'.") from error
-
-
-def expect_positive(name: str, value: object, *, or_zero: bool = False) -> None:
-    """Raise ConfigError unless it is a finite number above 0, such as seconds of a time limit; 0 too with `or_zero`."""
-    number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
-    if not (0 < number < math.inf or (number == 0 and or_zero)):
-        raise ConfigError(f"{name}={value!r} must be a finite number {'of 0 or more' if or_zero else 'above 0'}.")
 
 
 def first_line(error: BaseException) -> str:

@@ -192,7 +192,7 @@ def test_tpo_has_no_gradient_where_the_policy_is_the_target():
     there = replace(tokens, logp=tokens.old_logp + tokens.advantages / tokens.lengths)
     for one in (flat, there):
         assert alg.TargetPolicy().pull(one).abs().max() == pytest.approx(0.0, abs=1e-12)
-    with pytest.raises(ConfigError, match="temperature of TargetPolicy is 0"):
+    with pytest.raises(ConfigError, match="TargetPolicy's temperature=0.0 must be above 0"):
         alg.TargetPolicy(0.0)
 
 
@@ -328,7 +328,7 @@ def test_real_bounds_the_gradient_of_a_completion_that_left_the_policy_far_behin
     for shift in (-50.0, 50.0):
         away = replace(tokens, logp=tokens.old_logp + shift)
         assert alg.RewardsAsLabels(0.5).pull(away).abs().max() <= 2.0 * tokens.group.bincount().max() + 1e-9
-    with pytest.raises(ConfigError, match="temperature of RewardsAsLabels is 0"):
+    with pytest.raises(ConfigError, match="temperature=0.0 must be above 0"):
         alg.RewardsAsLabels(0.0)
-    with pytest.raises(ConfigError, match="half_life of FutureKL is 0"):
+    with pytest.raises(ConfigError, match="half_life=0.0 must be above 0"):
         alg.FutureKL(half_life=0.0)

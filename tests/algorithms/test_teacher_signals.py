@@ -125,9 +125,9 @@ def test_rlsds_strength_warms_up_and_decays_as_ms_swifts():
     assert list(values) == ["objective.shape.strength"]
     assert alg.from_name("rlsd, warmup_steps=4").resolve({}).objective.shape.strength == 0.0
     assert alg.rlsd().initial_controllers() == {}
-    with pytest.raises(ConfigError, match="no whole number of 0 or more"):
+    with pytest.raises(ConfigError, match="must be a whole number"):
         alg.rlsd(warmup_steps=1.5)
-    with pytest.raises(ConfigError, match="from 0 to 1"):
+    with pytest.raises(ConfigError, match="strength=1.5 must be at least 0 and at most 1"):
         alg.rlsd(strength=1.5, warmup_steps=3)
 
 
@@ -195,7 +195,7 @@ def test_agreement_says_on_which_side_of_the_reward_a_teacher_stands():
         ({"teacher_model_kind": "ema", "teacher": "big"}, "is about teacher='policy'"),
         ({"teacher_model_kind": alg.EMA}, "neither a word nor a rule"),
         ({"teacher_update_rate": 0.0}, "above 0"),
-        ({"teacher_sync_steps": 0}, "no whole number above 0"),
+        ({"teacher_sync_steps": 0}, "teacher_sync_steps=0 must be at least 1"),
         ({"teacher": {"math": "a"}, "by": None}, "the share 'a'"),
         ({"teacher": ["a", "b"], "by": "domain"}, "and it is a list"),
         ({"teacher": "a", "by": "domain"}, "names a column"),

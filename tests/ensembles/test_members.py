@@ -77,8 +77,8 @@ def test_a_member_is_written_as_text_a_mapping_or_an_object():
     ("given", "said"),
     [
         ([], "has no members"),
-        (["m,role=friend"], "role='friend' is none of sibling, baseline, rescue"),
-        (["m,samples=0"], "samples=0 must be a whole number of 1 or more"),
+        (["m,role=friend"], "role='friend' must be 'sibling', 'baseline', 'rescue' or None"),
+        (["m,samples=0"], "samples=0 must be at least 1"),
         (["m,samples=two"], "samples=two is no number"),
         (["m,sample=2"], "sample is not an option of a member. Did you mean samples?"),
         ([",role=rescue"], "names no model"),

@@ -16,7 +16,7 @@ LONG = re.compile(r"#\s*house: long, because \S+")
 
 FLOORS = [  # a room may import rooms of lower floors only; rooms of one floor do not know each other
     {"types", "errors", "raised", "demo"},
-    {"names", "files", "process"},
+    {"names", "files", "process", "declared"},
     {"adapters", "data", "sandbox"},
     {"models"},
     {"algorithms", "config", "kernels", "rewards"},
@@ -115,7 +115,7 @@ def test_only_process_knows_of_other_processes():
 
 
 def test_algorithms_import_torch_and_the_types_only():
-    allowed = {"torch", "covey.types", "covey.errors", "covey.names", "covey.algorithms"}
+    allowed = {"torch", "covey.types", "covey.errors", "covey.names", "covey.declared", "covey.algorithms"}
     allowed |= {"typing_extensions"}  # `Unpack` for type checkers, in typing from Python 3.11 on
     none_of(
         [

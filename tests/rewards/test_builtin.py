@@ -279,7 +279,7 @@ def test_an_import_path_gives_the_users_own(tmp_path):
         ("soft_overlong", r"missing a required argument: 'max_completion_len'"),
         ("length(3)", "write its parameters as name=value"),
         ("length(target=open('x'))", "write its parameters as name=value"),
-        ("length(unit='lines')", "use 'characters', 'words' or 'tokens'"),
+        ("length(unit='lines')", "must be 'characters', 'words' or 'tokens'"),
         ("soft_overlong(max_completion_len=4, soft_punish_cache=9)", "must lie between 0 and"),
         ("repetition(max_penalty=1)", "at most 0"),
         ("math(3", r"'math\(3' is no built-in"),

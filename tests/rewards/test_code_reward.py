@@ -176,7 +176,7 @@ def test_tests_that_are_none_are_refused_in_a_sentence() -> None:
         row_tests({"tests": 3}, None)
     with pytest.raises(RewardError, match="2 inputs and 1 outputs do not make pairs"):
         row_tests({"input_output": {"inputs": [1, 2], "outputs": [1]}}, None)
-    with pytest.raises(ConfigError, match=r"code\(timeout=0\)"):
+    with pytest.raises(ConfigError, match=r"Code's timeout=0 must be above 0"):
         Code(timeout=0)
 
 

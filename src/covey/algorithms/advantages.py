@@ -5,12 +5,12 @@ last bits of their type, gets exactly 0 from every estimator that compares withi
 completion: the weighted sum of its functions, plus rewards of single tokens, minus a KL in the reward.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from covey.declared import NotNegative, checked_dataclass
 from covey.types import Scores
 
 Singleton = Literal["zero", "keep"]
@@ -62,7 +62,7 @@ def _count(x: Tensor) -> Tensor:
     return (~x.isnan()).sum(-1, keepdim=True)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class GroupNormalized:
     """`(R - mean) / (sd + epsilon)` within the group. GRPO, Shao et al. 2024, section 4.1.2.
 
@@ -73,9 +73,9 @@ class GroupNormalized:
     """
 
     scale: Literal["group", "batch", "none"] = "group"
-    epsilon: float = 1e-4
+    epsilon: NotNegative = 1e-4
     singleton: Singleton = "zero"
-    variance_floor: float | None = None
+    variance_floor: NotNegative | None = None
 
     def __call__(self, scores: Scores) -> Tensor:
         rewards = sequence_rewards(scores)

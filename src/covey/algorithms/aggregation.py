@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from covey.declared import NotNegative, Positive, checked_dataclass
 from covey.types import TokenBatch, Totals
 
 
@@ -33,7 +34,7 @@ def batch_token_mean(per_token: Tensor, tokens: TokenBatch, totals: Totals) -> T
     return token_mean(per_token, tokens, totals)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class SequenceMean:
     """Mean over completions of each one's mean over tokens: every completion weighs the same. GRPO, Shao et al. 2024, eq. 3.
 
@@ -42,14 +43,14 @@ class SequenceMean:
     """
 
     rows: Literal["all", "nonempty"] = "all"
-    guard: float = 0.0
+    guard: NotNegative = 0.0
 
     def __call__(self, per_token: Tensor, tokens: TokenBatch, totals: Totals) -> Tensor:
         lengths = tokens.mask.sum(-1).clamp(min=1).to(per_token.dtype) + self.guard
         return (masked(per_token, tokens).sum(-1) / lengths).sum() / _rows(self.rows, totals)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class SequenceSum:
     """Mean over completions of each one's sum over tokens: with a sequence-level loss, LUSPO's weight by length.
 
@@ -78,7 +79,7 @@ class RowMean:
         return row.sum() / max(totals.sequences, 1)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Constant:
     """`sum(m l) / (N length)`: no length enters the denominator. Dr. GRPO, Liu et al. 2025.
 
@@ -86,7 +87,7 @@ class Constant:
     `seq-mean-token-sum-norm` does.
     """
 
-    length: float | None = None
+    length: Positive | None = None
     per_sequence: bool = True
 
     def __call__(self, per_token: Tensor, tokens: TokenBatch, totals: Totals) -> Tensor:

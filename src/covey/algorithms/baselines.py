@@ -1,7 +1,7 @@
 """Advantages of GRPO's relatives: other baselines, shaped rewards, filtered groups, scales by slice. GRPO's own is `GroupNormalized`."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ from covey.algorithms.advantages import (
     sequence_rewards,
 )
 from covey.algorithms.composing import Wrapping, zeroed
+from covey.declared import Count, Finite, NotNegative, Range, checked_dataclass
 from covey.errors import ConfigError
 from covey.types import Advantage, Scores
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class SliceNormalized:
     """`(R - mean of the group) / (sd of the slice + epsilon)`: the slice is all completions whose prompts share a value of `column`.
 
@@ -30,8 +31,8 @@ class SliceNormalized:
     """
 
     column: str
-    min_slice: int = 16
-    epsilon: float = 1e-4
+    min_slice: Count = 16
+    epsilon: NotNegative = 1e-4
 
     def __call__(self, scores: Scores) -> Tensor:
         rewards = sequence_rewards(scores)
@@ -76,7 +77,7 @@ def normalized_rewards(rewards: Tensor | None, weights: Tensor) -> Tensor | None
     )
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class NormalizeThenSum:
     """Several rewards, each normalized within the group, then summed by weight, then normalized over the step.
 
@@ -85,7 +86,7 @@ class NormalizeThenSum:
     <https://arxiv.org/abs/2601.05242>.
     """
 
-    epsilon: float = 1e-4
+    epsilon: NotNegative = 1e-4
     exempt: ClassVar[tuple[str, ...]] = ("tied_groups",)
 
     def __call__(self, scores: Scores) -> Tensor:
@@ -103,7 +104,7 @@ class NormalizeThenSum:
         return (apart / (nan_std(everyone) + self.epsilon)).nan_to_num(0.0).masked_fill(total.isnan(), 0.0)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class LeaveOneOut:
     """`R` minus the mean of the *other* completions: `G / (G - 1) (R - mean)`. RLOO, Ahmadian et al. 2024, eq. 7.
 
@@ -171,7 +172,7 @@ class GPG:
         return (centred(rewards, self.singleton) * factor).nan_to_num(0.0)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class MaxRL:
     """`(R - mean) / mean` within the group: hard prompts weigh more. For rewards of 0 and above; a mean of 0 or below gives 0.
 
@@ -179,7 +180,7 @@ class MaxRL:
     rate, which goes to that of `log p`. Tajwar et al. 2026, <https://arxiv.org/abs/2602.02710>.
     """
 
-    epsilon: float = 1e-6
+    epsilon: NotNegative = 1e-6
 
     def __call__(self, scores: Scores) -> Tensor:
         rewards = sequence_rewards(scores)
@@ -211,21 +212,21 @@ class Shaped(Wrapping):
         )
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class SoftOverlong:
     """A shape: 0 up to `max_length - buffer` tokens, then falling linearly to `-penalty` at `max_length` and beyond.
 
     DAPO's soft overlong punishment, Yu et al. 2025, eq. 13. Tokens that the model wrote count. [P, G]
     """
 
-    max_length: int
-    buffer: int
-    penalty: float = 1.0
+    max_length: Count
+    buffer: Count
+    penalty: Finite = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.buffer <= self.max_length:
+        if self.buffer > self.max_length:
             raise ConfigError(
-                f"SoftOverlong's buffer={self.buffer} is the last tokens before max_length={self.max_length}; it must be above 0 and at "
+                f"SoftOverlong's buffer={self.buffer} is the last tokens before max_length={self.max_length}; it must be at "
                 "most that (DAPO takes a fifth)."
             )
 
@@ -234,17 +235,17 @@ class SoftOverlong:
         return -self.penalty * over.clamp(0.0, 1.0)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class LengthPenalty:
     """A shape: `-weight` for each token that the model wrote. [P, G]"""
 
-    weight: float = 1e-3
+    weight: Finite = 1e-3
 
     def __call__(self, scores: Scores) -> Tensor:
         return -self.weight * scores.lengths.to(scores.per_function.dtype)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class GroupFiltered(Wrapping):
     """An advantage within the `keep` completions of each group that rank first; the others get 0 and move no statistic.
 
@@ -254,14 +255,8 @@ class GroupFiltered(Wrapping):
     """
 
     advantage: Advantage = field(default_factory=GroupNormalized)
-    keep: int = 2
+    keep: Annotated[int, Range(at_least=2, why="A group to compare within takes two.")] = 2
     by: Literal["length", "efficiency"] = "length"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 2:
-            raise ConfigError(
-                f"GroupFiltered keeps {self.keep!r} completions; a group to compare within takes at least 2."
-            )
 
     @property
     def least_group(self) -> int:

@@ -1,10 +1,10 @@
 """Controllers: coefficients that adapt to measured metrics. Their value is kept in the training state."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from covey.errors import ConfigError
+from covey.declared import CountOrZero, Finite, StepValue, checked_dataclass
 from covey.types import StepReport
 
 P = TypeVar("P")
@@ -22,22 +22,16 @@ class Controller(Protocol):
     def update(self, value: float, report: StepReport) -> float: ...
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class WarmUp:
     """A coefficient by the number of steps `s` before: `target s / steps`, from there on `target (1 - (s - steps) / decay)`, at least 0.
 
     `decay=0`: `target` from there on. As ms-swift's `rlsd_lambda_warmup_steps` and `rlsd_lambda_decay_steps`.
     """
 
-    target: float
-    steps: int = 0
-    decay: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "decay"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"WarmUp's {name}={value!r} is no whole number of 0 or more.")
+    target: Finite
+    steps: CountOrZero = 0
+    decay: CountOrZero = 0
 
     def init(self) -> float:
         return self._after(0)
@@ -90,8 +84,10 @@ def settled(part: P, values: Mapping[str, float], path: str = "") -> P:
     inside, changes = _inside(part), dict[str, Any]()
     for name, value in inside.items():
         place = f"{path}{name}"
-        is_adaptive = is_controller(value)
-        new = applied(value, values.get(place, value.init())) if is_adaptive else settled(value, values, f"{place}.")
+        if is_controller(value):
+            new: Any = StepValue(applied(value, values.get(place, value.init())))
+        else:
+            new = settled(value, values, f"{place}.")
         changes |= {} if new is value else {name: new}
     if not changes:
         return part

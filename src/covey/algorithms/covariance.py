@@ -15,6 +15,7 @@ from torch import Tensor
 
 from covey.algorithms.composing import NO_TOTALS, masked_mean
 from covey.algorithms.ratios import ratio_of
+from covey.declared import Bound, Finite, NotNegative, Share, checked_dataclass
 from covey.types import TokenBatch, Totals, precise, widest_float
 
 
@@ -40,7 +41,7 @@ class Covariance:
         return Covariance(mean_advantage, masked_mean(tokens.logp.detach(), tokens.mask).item(), math.nan)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class ClipCov:
     """The clipped surrogate without a few tokens of high covariance, drawn at random: `-min(r A, clip(r) A) keep`.
 
@@ -49,9 +50,9 @@ class ClipCov:
     changes it.
     """
 
-    low: float = 0.2
-    high: float = 0.2
-    share: float = 2e-4
+    low: NotNegative = 0.2
+    high: Bound = 0.2
+    share: Share = 2e-4
     lower: float = 1.0
     upper: float = 5.0
     measured: Covariance | None = None
@@ -90,12 +91,12 @@ class ClipCov:
         return self._candidates(tokens, measured) & (_priority(tokens) <= measured.bound)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class KLCov:
     """`-r A`, unclipped; the `max(1, int(share * tokens))` tokens of highest covariance pay `coefficient |d|` on top."""
 
-    share: float = 2e-4
-    coefficient: float = 1.0
+    share: Share = 2e-4
+    coefficient: Finite = 1.0
     measured: Covariance | None = None
     exempt: ClassVar[tuple[str, ...]] = ("zero_advantage",)
 

@@ -1,24 +1,25 @@
 """The value loss of PPO: squared error between the critic's estimate at each token and the return."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from covey.algorithms.aggregation import token_mean
+from covey.declared import Bound, NotNegative, checked_dataclass
 from covey.types import Aggregate, TokenBatch, Totals
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class ClippedError:
     """`0.5 max((v - R)^2, (clip(v, V - clip, V + clip) - R)^2)` of each token. PPO, Schulman et al. 2017; as in verl.
 
     v are `tokens.values`, V the estimates at the time of the rollout, R `tokens.returns`. `clip=None`: `0.5 (v - R)^2`.
     """
 
-    clip: float | None = 0.2
+    clip: Bound | None = 0.2
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         plain, clipped = self._squares(tokens)
@@ -52,7 +53,7 @@ def values_and_returns(tokens: TokenBatch) -> tuple[Tensor, Tensor]:
     return tokens.values, tokens.returns
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Critic:
     """A critic: `coefficient x aggregate(error(tokens))` is added to the loss. Your own is another `error`: -> [N, T].
 
@@ -62,7 +63,7 @@ class Critic:
     """
 
     error: Callable[[TokenBatch], Tensor] = field(default_factory=ClippedError)
-    coefficient: float = 1.0
+    coefficient: NotNegative = 1.0
     aggregate: Aggregate = token_mean
     model: Literal["head", "separate"] = "head"
 

@@ -6,16 +6,16 @@ The learner measures the divergence over the whole vocabulary, a chunk of logits
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from covey.algorithms.control import Controller, current
-from covey.algorithms.declared import expect_declared
 from covey.algorithms.teacher_signals import informed
 from covey.algorithms.teachers import TeacherRole
+from covey.declared import Count, Finite, NotNegative, Positive, checked_dataclass
 from covey.errors import ConfigError
 from covey.types import Aggregate, Mean, Metric, TokenBatch, Totals
 
@@ -60,7 +60,7 @@ def _with_rest(top: Tensor) -> Tensor:
     return torch.cat([top, rest.log()], -1)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Distill(TeacherRole):
     """`weight x divergence(policy, teacher)` of each token of the policy's own completions, exact over the vocabulary.
 
@@ -70,17 +70,17 @@ class Distill(TeacherRole):
     divergences. Both distributions are taken at the sampling temperature.
     """
 
-    weight: float | Controller = 1.0
+    weight: Positive | Controller = 1.0
     divergence: Divergence = "reverse_kl"
-    beta: float = 0.5
+    beta: Finite = 0.5
     """The teacher's share of the mixture in `jsd`."""
-    top_k: int | None = None
+    top_k: Count | None = None
     """Distinguish only the k likeliest tokens of the distribution that the divergence is a mean under, and count the rest as
     one outcome; None: the whole vocabulary. An endpoint tells its own k likeliest tokens."""
-    entropy_sensitivity: float = 0.0
+    entropy_sensitivity: NotNegative = 0.0
     """Weigh each token with feedback by `exp(-entropy_sensitivity H)`, H the entropy of the teacher there, over the mean of these
     weights in the step (SRPO, Li et al. 2026, section 3.2, <https://arxiv.org/abs/2604.02288>). 0: all alike."""
-    overlap_k: int | None = None
+    overlap_k: Count | None = None
     """Measure `teacher/overlap`, the share of the policy's k likeliest tokens that are among the teacher's (Li et al. 2026, "Rethinking
     On-Policy Distillation", <https://arxiv.org/abs/2604.13016>, and its code). None: not, which is cheaper."""
     mean_weight: float | None = None
@@ -89,32 +89,21 @@ class Distill(TeacherRole):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        expect_declared(self)
         if self.divergence == "jsd" and not 0.0 < self.beta < 1.0:
             raise ConfigError(
                 f"distill's beta={self.beta} must be between 0 and 1; the ends are reverse_kl and forward_kl."
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"distill's top_k={self.top_k} must be at least 1; None takes the whole vocabulary.")
-        if self.overlap_k is not None and (
-            self.overlap_k < 1 or (self.is_endpoint and self.overlap_k > (self.top_k or 0))
-        ):
-            raise ConfigError(
-                f"distill's overlap_k={self.overlap_k} must be at least 1, and of an endpoint at most its top_k={self.top_k}."
-            )
-        if isinstance(self.weight, (int, float)) and not self.weight > 0.0:
-            raise ConfigError(f"distill's weight={self.weight} must be above 0.")
+        if self.overlap_k is not None and self.is_endpoint and self.overlap_k > (self.top_k or 0):
+            raise ConfigError(f"distill's overlap_k={self.overlap_k} is of an endpoint at most its top_k={self.top_k}.")
         if self.is_endpoint and self.top_k is None:
             raise ConfigError(
                 f"distill's teacher {self.teacher} is an endpoint, which tells its likeliest tokens and not all of its distribution; "
                 "say how many, with top_k=20 (most servers allow no more)."
             )
         is_alone = not isinstance(self.teacher, (Mapping, list, tuple))
-        if self.entropy_sensitivity < 0 or (
-            self.entropy_sensitivity and (self.is_endpoint or self.feedback is None or not is_alone)
-        ):
+        if self.entropy_sensitivity and (self.is_endpoint or self.feedback is None or not is_alone):
             raise ConfigError(
-                f"distill's entropy_sensitivity={self.entropy_sensitivity} must be 0 or above, and takes a teacher with feedback that is loaded here."
+                f"distill's entropy_sensitivity={self.entropy_sensitivity} takes a teacher with feedback that is loaded here."
             )
 
     def __call__(self, tokens: TokenBatch) -> Tensor:

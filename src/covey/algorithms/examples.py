@@ -1,6 +1,5 @@
 """Supervised examples in addition to the reward: the negative log-likelihood of right answers as a term of the loss."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,11 +8,11 @@ from torch import Tensor
 from covey.algorithms.aggregation import token_mean
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.objectives import policy_gradient
-from covey.errors import ConfigError
+from covey.declared import Count, Positive, checked_dataclass
 from covey.types import Scores, TokenBatch
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class SFT:
     """`weight x` the mean `-log p` of a completion token over `batch_size` examples a step, added to the loss of the policy's completions.
 
@@ -23,16 +22,10 @@ class SFT:
     """
 
     dataset: Any
-    weight: float = 0.1
-    batch_size: int = 8
+    weight: Positive = 0.1
+    batch_size: Count = 8
     is_apart = True
     """Its rows are not those of the rollout: the learner adds the term."""
-
-    def __post_init__(self) -> None:
-        if not self.weight > 0:
-            raise ConfigError(f"sft's weight={self.weight} must be above 0.")
-        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
-            raise ConfigError(f"sft's batch_size={self.batch_size!r} is no whole number above 0.")
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         return torch.zeros_like(tokens.logp)

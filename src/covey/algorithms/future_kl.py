@@ -1,19 +1,18 @@
 """Future-KL weights (FIPO): a token counts more where the update so far raises what follows it."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from covey.errors import ConfigError
+from covey.declared import BelowOne, Limit, checked_dataclass
 from covey.types import TokenBatch
 
 _BLOCK = 256
 """Tokens of a block of the discounted sum: one product a block, and memory that does not grow with T squared."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class FutureKL:
     """Weight `clip(exp(F_t))` of each token, `F_t = sum_{k >= t} gamma^(k - t) (logp_k - old_logp_k)`, `gamma = 2^(-1 / half_life)`.
 
@@ -23,18 +22,12 @@ class FutureKL:
     <https://arxiv.org/abs/2603.19835>; defaults are those of ms-swift.
     """
 
-    half_life: float = 32.0
-    clip: float = 0.2
+    half_life: Limit = 32.0
+    clip: BelowOne = 0.2
     both_sides: bool = False
-    safe_ratio: float | None = 4.0
-    limit: float | None = None
+    safe_ratio: Limit | None = 4.0
+    limit: Limit | None = None
     exempt: ClassVar[tuple[str, ...]] = ("policy_gradient",)
-
-    def __post_init__(self) -> None:
-        if not self.half_life > 0:
-            raise ConfigError(f"half_life of FutureKL is {self.half_life}; it must be above 0 tokens.")
-        if not 0 <= self.clip < 1:
-            raise ConfigError(f"clip of FutureKL is {self.clip}; it must be at least 0 and below 1.")
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         low = 1 - self.clip if self.both_sides else 1.0

@@ -8,12 +8,13 @@ that the sampler did not give counts as equal, and so do those of a row that was
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from covey.declared import Bound, Limit, checked_dataclass
 from covey.errors import ConfigError
 from covey.types import Max, Mean, Metric, Min, TokenBatch, Totals
 
@@ -42,7 +43,7 @@ def drawn_logp(tokens: TokenBatch) -> Tensor:
     return torch.where(tokens.same_weights[:, None], tokens.old_logp, tokens.sampler_logp)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Correction:
     """Importance weight `exp(e)` of each token, or of the whole sequence (`exp(sum e)`), kept within `[low, high]`.
 
@@ -53,10 +54,10 @@ class Correction:
 
     level: Literal["token", "sequence"] = "sequence"
     mode: Literal["truncate", "mask"] = "mask"
-    high: float | None = 3.0
-    low: float | None = None
+    high: Bound | None = 3.0
+    low: Bound | None = None
     normalize: bool = False
-    limit: float | None = None
+    limit: Limit | None = None
     against: Literal["old", "current"] = "old"
     mean: float | None = None
     """Divisor of `normalize`: the mean weight, set by `prepare`."""
@@ -123,7 +124,7 @@ Statistic = Literal[
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Rejection:
     """1 where sampler and learner agree well enough, else 0: a whole sequence, or single tokens. verl's `rollout_rs`.
 
@@ -133,8 +134,8 @@ class Rejection:
     """
 
     statistic: Statistic = "seq_mean_k3"
-    high: float = 0.01
-    low: float | None = None
+    high: Bound = 0.01
+    low: Bound | None = None
     against: Literal["old", "current"] = "old"
     needs: ClassVar[tuple[str, ...]] = ("sampler_logp",)
 
@@ -174,7 +175,7 @@ class Rejection:
         return value.masked_fill(~tokens.mask, -math.inf).amax(-1, keepdim=True)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class VACO:
     """0 for tokens of a completion whose mean `abs(exp(e) - 1)` is above `high`, where the advantage pushes `e` further; else 1.
 
@@ -182,12 +183,8 @@ class VACO:
     Open-Instruct's `rho_mask_tv_divergence`; `Correction("token", "truncate")` in the same term is its importance weight.
     """
 
-    high: float = 2.0
+    high: Limit = 2.0
     needs: ClassVar[tuple[str, ...]] = ("sampler_logp",)
-
-    def __post_init__(self) -> None:
-        if not self.high > 0:
-            raise ConfigError(f"VACO's high={self.high} must be above 0.")
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         return torch.where(self._is_outside(tokens), 0.0, torch.ones_like(tokens.old_logp))
@@ -202,14 +199,14 @@ class VACO:
         return is_far & (gap.sign() * tokens.advantages > 0)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class OffPolicyMask:
     """0 for sequences of negative advantage that the policy has drifted away from, else 1. DeepSeek-V3.2, 2025.
 
     Drift is the mean over the tokens that count of `sampler_logp - logp`, or of `old_logp - logp` without a sampler's numbers.
     """
 
-    threshold: float = 0.5
+    threshold: Limit = 0.5
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         drift = tokens.per_sequence((drawn_logp(tokens) - tokens.logp.detach()).nan_to_num(0.0))  # [N, 1]
@@ -220,7 +217,7 @@ class OffPolicyMask:
         return {"off_policy_mask_ratio": 1.0 - self(tokens).amin(-1, keepdim=True)}
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class MemberWeight:
     """Filtered, truncated importance weight: `min(pi / mu, high)` a token, 0 for tokens that the filter removes.
 
@@ -230,14 +227,8 @@ class MemberWeight:
     <https://arxiv.org/abs/2605.22537>.
     """
 
-    high: float = 2.0
-    drift: float | None = 0.5
-
-    def __post_init__(self) -> None:
-        if not self.high > 0:
-            raise ConfigError(f"MemberWeight(high={self.high!r}): the largest weight must be above 0.")
-        if self.drift is not None and not self.drift >= 0:
-            raise ConfigError(f"MemberWeight(drift={self.drift!r}): give nats a token of 0 or more, or None.")
+    high: Limit = 2.0
+    drift: Bound | None = 0.5
 
     def __call__(self, policy_logp: Tensor, member_logp: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
         """[N, T] from log-probabilities [N, T], `mask` [N, T] bool and `advantages` [N, 1] or [N, T]; 0 off the mask."""

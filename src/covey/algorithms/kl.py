@@ -12,6 +12,7 @@ from torch import Tensor
 
 from covey.algorithms.control import Controller, current
 from covey.algorithms.ratios import Level, ratio_of
+from covey.declared import Finite, Limit, NotNegative, Positive, checked_dataclass
 from covey.errors import ConfigError
 from covey.types import Estimator, StepReport, TokenBatch
 
@@ -52,12 +53,12 @@ def full(logp: Tensor, ref_logp: Tensor) -> Tensor:
 full.takes_distribution = True  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class BoundedK3:
     """k3 as verl computes it: `-d` first clipped to `+-limit`, the result to `+-cap`, without gradient beyond either."""
 
-    limit: float = 20.0
-    cap: float = 10.0
+    limit: Limit = 20.0
+    cap: Limit = 10.0
 
     def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
         gap = (ref_logp - logp).clamp(-self.limit, self.limit)
@@ -96,7 +97,7 @@ ESTIMATORS: Mapping[str, Estimator] = {
 """Estimators by name; `kl`, `mse` and `low_var_kl` are verl's names."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class KL:
     """The KL term of an algorithm: `coefficient x estimator(logp, ref_logp)`, added to the loss or taken from the reward.
 
@@ -106,7 +107,7 @@ class KL:
     """
 
     estimator: Estimator = k3
-    coefficient: float | Controller = 0.04
+    coefficient: Finite | Controller = 0.04
     where: Literal["loss", "reward"] = "loss"
     unbiased: bool = False
     level: Level = "token"
@@ -147,16 +148,16 @@ class KL:
         return self.resolved() * self.estimator(logp, ref_logp)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class AdaptiveKL:
     """A coefficient that moves until the measured KL is `target`. Ziegler et al. 2019, section 2.2.
 
     `value *= 1 + clip(kl / target - 1, -0.2, 0.2) * completions / horizon`, from `report[metric]` after each step.
     """
 
-    target: float
-    start: float = 0.04
-    horizon: float = 10_000.0
+    target: Positive
+    start: NotNegative = 0.04
+    horizon: Positive = 10_000.0
     metric: str = "kl"
 
     def init(self) -> float:
@@ -180,4 +181,4 @@ def as_kl(kl: Any) -> KL | None:
         raise ConfigError(f"kl={kl!r} is neither an alg.KL, nor a coefficient, nor an estimator(logp, ref_logp).")
     if callable(kl):
         return KL(kl)
-    return KL(coefficient=float(kl)) if kl else None
+    return KL(coefficient=kl) if kl else None

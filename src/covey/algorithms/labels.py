@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.composing import NO_TOTALS, compared
-from covey.errors import ConfigError
+from covey.declared import Positive, checked_dataclass
 from covey.types import TokenBatch, Totals
 
 
@@ -25,7 +25,7 @@ class Margins:
     """True if the group has both; others teach nothing."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class RewardsAsLabels:
     """`log(1 + sum_{A > 0} exp(-s / tau)) + log(1 + sum_{A <= 0} exp(s / tau))` of each group, `s` the mean log-ratio of a completion.
 
@@ -36,14 +36,10 @@ class RewardsAsLabels:
     from a Classification Perspective", 2026, <https://arxiv.org/abs/2602.05630>; `temperature` is its tau.
     """
 
-    temperature: float = 0.5
+    temperature: Positive = 0.5
     groups: Mapping[int, Margins] | None = None
     """By the number of the prompt, set by `prepare`."""
     exempt: ClassVar[tuple[str, ...]] = ("policy_gradient", "zero_advantage")
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature of RewardsAsLabels is {self.temperature}; it must be above 0.")
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         return self.pull(tokens) * tokens.log_ratio

@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.importance import Correction
-from covey.algorithms.kl import KL, k1
+from covey.algorithms.kl import KL, as_kl, k1
 from covey.algorithms.reference import keep
 from covey.types import Advantage, Aggregate, Objective, ReferenceRule, Weight
 
@@ -55,7 +55,8 @@ def in_reward(kl: KLOption) -> KLOption:
     """A bare coefficient is that of k1 in the reward."""
     if kl is None or isinstance(kl, KL):
         return kl
-    return KL(k1, float(kl), where="reward") if kl else None
+    plain = as_kl(kl)
+    return plain and replace(plain, estimator=kl if callable(kl) else k1, where="reward")
 
 
 def level_of(kl: KLOption) -> Any:

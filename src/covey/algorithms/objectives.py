@@ -4,14 +4,14 @@ Letters: `d = logp - old_logp`, `r = exp(d)`, `A` the advantage, `sg` no gradien
 ratio is that of the token, the sequence's geometric mean, or the sequence's product (see `ratios.py`).
 """
 
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from covey.algorithms.composing import clip_metrics
 from covey.algorithms.ratios import Level, ratio_of
-from covey.errors import ConfigError
+from covey.declared import Bound, Limit, NotNegative, Range, checked_dataclass
 from covey.types import Metric, TokenBatch
 
 
@@ -23,7 +23,7 @@ def policy_gradient(tokens: TokenBatch) -> Tensor:
 policy_gradient.scales_with_advantage = True  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Clipped:
     """The clipped surrogate: `-min(r A, clip(r, 1 - low, 1 + high) A)`. PPO, Schulman et al. 2017, eq. 7.
 
@@ -32,19 +32,13 @@ class Clipped:
     `level="sequence"` is GSPO. `limit` clips the log-ratio to `+-limit` (verl: 20).
     """
 
-    low: float = 0.2
-    high: float | None = None
-    delta: float | None = None
-    dual: float | None = None
+    low: NotNegative = 0.2
+    high: Bound | None = None
+    delta: Limit | None = None
+    dual: Annotated[float, Range(above=1, may_be_infinite=True)] | None = None
     level: Level = "token"
-    limit: float | None = None
+    limit: Limit | None = None
     scales_with_advantage = True
-
-    def __post_init__(self) -> None:
-        if isinstance(self.dual, (int, float)) and not self.dual > 1:
-            raise ConfigError(
-                f"Clipped's dual={self.dual} must be above 1: below, no token of A < 0 would learn on-policy."
-            )
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         loss = self._two_sided(tokens)

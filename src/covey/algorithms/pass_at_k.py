@@ -1,6 +1,5 @@
 """Advantages for the best of several completions: PKPO, the gradient of max@k for any k; the lead of the best one."""
 
-from dataclasses import dataclass
 from functools import lru_cache
 from math import comb
 from typing import Literal
@@ -9,11 +8,11 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.advantages import is_tied, nan_std, sequence_rewards
-from covey.errors import ConfigError
+from covey.declared import Count, NotNegative, checked_dataclass
 from covey.types import Scores
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class PKPO:
     """`A_i = k (mean over subsets with i of their best reward - baseline)`: unbiased for max@k. Walder and Karkhanis 2025.
 
@@ -23,12 +22,8 @@ class PKPO:
     `k` scored completions takes all of them as its `k`. <https://arxiv.org/abs/2505.15201>
     """
 
-    k: int = 4
+    k: Count = 4
     baseline: Literal["minus_one", "leave_one_out"] = "minus_one"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise ConfigError(f"PKPO's k={self.k!r} is no whole number above 0.")
 
     @property
     def least_group(self) -> int:
@@ -82,7 +77,7 @@ def _leave_one_out(count: int, k: int) -> list[list[float]]:
     return rows
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class PassAtK:
     """The best completion gets its lead over the second best, all others 0: `max R - second max R`. Rewards pass@k.
 
@@ -90,7 +85,7 @@ class PassAtK:
     """
 
     scale: bool = True
-    epsilon: float = 1e-6
+    epsilon: NotNegative = 1e-6
 
     def __call__(self, scores: Scores) -> Tensor:
         rewards = sequence_rewards(scores)

@@ -161,7 +161,7 @@ def dppo(
     Bounds of 0.2 for "tv" and 0.05 for "kl", which prime-rl and SkyRL use. The old policy is the sampler itself, so there is no
     correction.
     """
-    bound = {"tv": 0.2, "kl": 0.05}[measure]
+    bound = 0.05 if measure == "kl" else 0.2
     objective = DPPO(bound if low is None else low, bound if high is None else high, measure)
     return made("dppo", GroupNormalized(), objective, token_mean, Common(kl=kl, reference=reference, correction=None))
 

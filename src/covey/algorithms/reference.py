@@ -3,11 +3,9 @@
 After the step `reference <- (1 - alpha) reference + alpha policy`: 0 keeps it, 1 copies. TR-DPO, Gorbatovski et al. 2024.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from covey.errors import ConfigError
+from covey.declared import Count, CountOrZero, NotNegative, Share, checked_dataclass
 from covey.types import ReferenceRule, StepReport
 
 
@@ -16,58 +14,46 @@ def keep(report: StepReport) -> float:
     return 0.0
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Every:
     """`alpha` at every `steps`-th optimizer step, counted from 1, else 0. TRL's `sync_ref_model` with its defaults.
 
     `alpha=1` copies (TR-DPO hard), below 1 it mixes (TR-DPO soft).
     """
 
-    steps: int = 512
-    alpha: float = 0.6
-
-    def __post_init__(self) -> None:
-        if not self.steps >= 1 or not 0.0 <= self.alpha <= 1.0:
-            raise ConfigError(f"{self} takes at least 1 step, and an alpha from 0 (keep) to 1 (copy).")
+    steps: Count = 512
+    alpha: Share = 0.6
 
     def __call__(self, report: StepReport) -> float:
         return self.alpha if report.step % self.steps == 0 else 0.0
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class FrozenAt:
     """1 at optimizer step `step`, else 0: a copy of the policy at that step, and until then of the start."""
 
-    step: int
-
-    def __post_init__(self) -> None:
-        if not self.step >= 0:
-            raise ConfigError(f"{self} takes the number of a step, 0 or more.")
+    step: CountOrZero
 
     def __call__(self, report: StepReport) -> float:
         return 1.0 if report.step == self.step else 0.0
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class EMA:
     """An exponential moving average of the policy: `1 - decay` at every step."""
 
-    decay: float = 0.99
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.decay <= 1.0:
-            raise ConfigError(f"{self} takes a decay from 0 (copy) to 1 (keep).")
+    decay: Share = 0.99
 
     def __call__(self, report: StepReport) -> float:
         return 1.0 - self.decay
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class WhenFar:
     """`alpha` after a step whose KL is above `kl`, else 0: the reference follows only a policy that walked away."""
 
-    kl: float = 0.05
-    alpha: float = 1.0
+    kl: NotNegative = 0.05
+    alpha: Share = 1.0
     metric: str = "kl"
 
     def __call__(self, report: StepReport) -> float:

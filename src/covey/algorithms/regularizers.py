@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from covey.algorithms.composing import needs_whole_step, prepared
 from covey.algorithms.control import Controller, current
-from covey.errors import ConfigError
+from covey.declared import Finite, NotNegative, Positive, Share, checked_dataclass
 from covey.types import Aggregate, Last, Mean, Metric, StepReport, TokenBatch, Totals
 
 _ROUNDING = 1e-6
 """Error of an entropy in float32, relative to 1 and to itself."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class TopEntropy:
     """1 on the share of tokens with the highest entropy, else 0: a weight. Wang et al. 2025, "Beyond the 80/20 Rule".
 
@@ -27,13 +27,9 @@ class TopEntropy:
     a micro-batch's last bit would tell them apart. Denominators do not change.
     """
 
-    share: float = 0.2
+    share: Share = 0.2
     bound: float | None = None
     needs: ClassVar[tuple[str, ...]] = ("entropy",)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.share, (int, float)) and not (self.share != self.share or 0.0 <= self.share <= 1.0):
-            raise ConfigError(f"TopEntropy's share={self.share} must be from 0 to 1.")
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         bound = self._measure(tokens) if self.bound is None else self.bound
@@ -56,7 +52,7 @@ class TopEntropy:
         return torch.lerp(ordered[low], high, place - low).item()
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class EntropyBonus:
     """`-coefficient x entropy` of each token: rewards staying undecided. Williams and Peng 1991.
 
@@ -64,7 +60,7 @@ class EntropyBonus:
     by their number. `aggregate=None` means the algorithm's own; TRL takes `token_mean` for every loss.
     """
 
-    coefficient: float | Controller = 0.01
+    coefficient: Finite | Controller = 0.01
     only: TopEntropy | None = None
     aggregate: Aggregate | None = None
     scale: float | None = None
@@ -107,7 +103,7 @@ def entropy_bonus(coefficient: float | Controller) -> EntropyBonus:
     return EntropyBonus(coefficient)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Echo:
     """`weight x` the mean `-log p` of the tokens with which tools and environments answered: the model learns to predict them.
 
@@ -115,13 +111,8 @@ class Echo:
     et al. 2026, "ECHO: Terminal Agents Learn World Models for Free", <https://arxiv.org/abs/2605.24517>; the weight is prime-rl's.
     """
 
-    weight: float = 0.1
+    weight: Positive = 0.1
     needs: ClassVar[tuple[str, ...]] = ("observed",)
-
-    def __post_init__(self) -> None:
-        is_number = isinstance(self.weight, (int, float)) and not isinstance(self.weight, bool)
-        if not is_number or not 0.0 < self.weight < math.inf:
-            raise ConfigError(f"Echo's weight={self.weight!r} must be a number above 0.")
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         return -self.weight * _observed(tokens)[1]
@@ -142,7 +133,7 @@ def _observed(tokens: TokenBatch) -> tuple[Tensor, Tensor]:
     return tokens.observed, tokens.observed_logp
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class AdaptiveEntropy:
     """An entropy coefficient that rises by `delta` after a step whose entropy was at most `target`, and falls otherwise.
 
@@ -150,11 +141,11 @@ class AdaptiveEntropy:
     TRL. Its memory is one float, negative while it is not applied.
     """
 
-    target: float = 0.2
-    start: float = 0.0
-    delta: float = 0.005
-    low: float = 0.0
-    high: float = 1.0
+    target: Finite = 0.2
+    start: NotNegative = 0.0
+    delta: NotNegative = 0.005
+    low: Finite = 0.0
+    high: Finite = 1.0
     metric: str = "entropy"
 
     def init(self) -> float:

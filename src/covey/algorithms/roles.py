@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import torch
 from torch import Tensor
 
 from covey.algorithms.advantages import GroupNormalized, sequence_rewards
 from covey.algorithms.composing import Wrapping, zeroed
-from covey.errors import ConfigError
+from covey.declared import BelowOne, Finite, checked_dataclass
 from covey.types import Advantage, Scores, lowest_passing
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class SampleRouted(Wrapping):
     """An advantage, 0 for the failed completions of groups in which one is right: a distillation corrects these.
 
@@ -23,7 +23,7 @@ class SampleRouted(Wrapping):
     """
 
     advantage: Advantage = field(default_factory=GroupNormalized)
-    threshold: float = 0.5
+    threshold: Finite = 0.5
 
     @property
     def least_group(self) -> int:
@@ -41,7 +41,7 @@ _ALL = "all"
 """Role of completions that have none."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class RoleConditioned:
     """`A = R - b`, then `b <- decay b + (1 - decay) R`: b is an exponential average of the returns of the completion's role.
 
@@ -52,14 +52,10 @@ class RoleConditioned:
     """
 
     column: str | None = None
-    decay: float = 0.95
+    decay: BelowOne = 0.95
     averages: Mapping[str, float] = field(default_factory=dict)
     """By role, before these completions; a run keeps them in its state."""
     exempt = ("tied_groups", "order")
-
-    def __post_init__(self) -> None:
-        if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not 0.0 <= self.decay < 1.0:
-            raise ConfigError(f"RoleConditioned's decay={self.decay!r} must be at least 0 and below 1.")
 
     def __call__(self, scores: Scores) -> Tensor:
         out = torch.zeros_like(scores.total)

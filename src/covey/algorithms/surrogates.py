@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from covey.algorithms.composing import clip_metrics, metrics_of, needs_whole_step, prepared_in
 from covey.algorithms.ratios import Level, log_ratio_of, ratio_of
+from covey.declared import Bound, Finite, Limit, NotNegative, Positive, checked_dataclass
 from covey.errors import ConfigError
 from covey.types import Metric, TokenBatch, Totals, Weight
 
@@ -22,7 +23,7 @@ def sampled_logp(tokens: TokenBatch) -> Tensor:
     return torch.where(tokens.sampler_logp.isnan(), tokens.old_logp, tokens.sampler_logp)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class QuadraticPenalty:
     """`-(r A - abs(A) / (2 epsilon) (r - 1)^2)`: best at `r = 1 + epsilon sign(A)`, with a gradient everywhere else.
 
@@ -30,9 +31,9 @@ class QuadraticPenalty:
     <https://arxiv.org/abs/2601.22801>. `limit` clips the log-ratio to `+-limit`, so that the square stays finite in float32.
     """
 
-    epsilon: float = 0.2
+    epsilon: Positive = 0.2
     level: Level = "token"
-    limit: float = 40.0
+    limit: Limit = 40.0
     scales_with_advantage = True
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
@@ -47,7 +48,7 @@ class QuadraticPenalty:
         return clip_metrics(low, (ratio > 1 + self.epsilon) & (tokens.advantages > 0), tokens)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class DRO:
     """`-(A logp - beta / 2 d^2)`: the policy gradient with a quadratic pull back to the policy of the rollout, no ratio and no clip.
 
@@ -55,19 +56,15 @@ class DRO:
     <https://arxiv.org/abs/2405.19107>, without its learnt value.
     """
 
-    beta: float = 0.1
+    beta: Positive = 0.1
     scales_with_advantage = False
     exempt: ClassVar[tuple[str, ...]] = ("zero_advantage",)
-
-    def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ConfigError(f"beta of DRO is {self.beta}; it must be above 0.")
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         return 0.5 * self.beta * tokens.log_ratio.square() - tokens.advantages * tokens.logp
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class GSPOToken:
     """GSPO with a gradient of its own for each token: `r_t = sg(s) exp(logp - sg(logp))`, `s` the sequence's geometric mean.
 
@@ -75,9 +72,9 @@ class GSPOToken:
     sequence. Zheng et al. 2025, section 4.3.
     """
 
-    low: float = 3e-4
-    high: float = 4e-4
-    limit: float = 10.0
+    low: NotNegative = 3e-4
+    high: Bound = 4e-4
+    limit: Limit = 10.0
     scales_with_advantage = True
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
@@ -96,7 +93,7 @@ class GSPOToken:
         return (token_ratio + log_ratio_of(tokens, "sequence").detach()).clamp(max=self.limit).exp()
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class CISPO:
     """The ratio weighs the gradient of the log-probability and is clipped itself: `-sg(clip(r, low, high)) A logp`.
 
@@ -104,19 +101,19 @@ class CISPO:
     MiniMax-M1 2025; a ceiling of 5 as in ScaleRL (Khatri et al. 2025).
     """
 
-    high: float = 5.0
-    low: float | None = None
+    high: Limit = 5.0
+    low: NotNegative | None = None
     level: Level = "token"
-    limit: float | None = None
+    limit: Limit | None = None
     anchor: Literal["old", "sampler"] = "old"
     """Policy that the ratio is to: the learner's at the rollout, or the sampler where it said its log-probabilities, which needs no
     further correction."""
     scales_with_advantage = True
 
     def __post_init__(self) -> None:
-        if not self.high > 0 or (self.low is not None and not 0 <= self.low < self.high):
+        if self.low is not None and not self.low < self.high:
             raise ConfigError(
-                f"CISPO's low={self.low} and high={self.high} bound the ratio itself: high must be above 0, and low from 0 to below it."
+                f"CISPO's low={self.low} and high={self.high} bound the ratio itself: low must be below high."
             )
 
     @property
@@ -139,22 +136,18 @@ class CISPO:
         return ratio_of(tokens, self.level, self.limit)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class SAPO:
     """A smooth gate instead of a clip: `-A (4 / tau) sigmoid(tau (r - 1))`. Gao et al. 2025.
 
     `tau` is `positive` where A > 0, else `negative`; larger narrows the gate. At r = 1 the slope is that of `r`.
     """
 
-    positive: float = 1.0
-    negative: float = 1.05
+    positive: Positive = 1.0
+    negative: Positive = 1.05
     level: Level = "token"
-    limit: float | None = None
+    limit: Limit | None = None
     scales_with_advantage = True
-
-    def __post_init__(self) -> None:
-        if any(isinstance(value, (int, float)) and not value > 0 for value in (self.positive, self.negative)):
-            raise ConfigError(f"SAPO's positive={self.positive} and negative={self.negative} must be above 0.")
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         ratio = ratio_of(tokens, self.level, self.limit)
@@ -163,7 +156,7 @@ class SAPO:
         return -tokens.advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class DPPO:
     """A trust region on probabilities instead of ratios: `-sg(min(r, ceiling)) A logp` inside of it, 0 outside. Qi et al. 2026.
 
@@ -173,10 +166,10 @@ class DPPO:
     sampler where it said its log-probabilities, so no further correction is due.
     """
 
-    low: float = 0.2
-    high: float = 0.2
+    low: NotNegative = 0.2
+    high: Bound = 0.2
     measure: Literal["tv", "kl"] = "tv"
-    ceiling: float = 20.0
+    ceiling: Limit = 20.0
     needs: ClassVar[tuple[str, ...]] = ("sampler_logp",)
     scales_with_advantage = True
 
@@ -204,7 +197,7 @@ class DPPO:
         return has_moved & (distance > bound)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class GMPO:
     """The geometric mean of token ratios, clipped in log space against the advantage's sign: `-A exp(mean_t d')`, [N, 1].
 
@@ -213,11 +206,11 @@ class GMPO:
     own geometric mean. `guard` is added to the lengths (verl: 1e-8). Zhao et al. 2025.
     """
 
-    low: float = 0.4
-    high: float | None = None
+    low: NotNegative = 0.4
+    high: Bound | None = None
     only: Weight | None = None
     correction: Weight | None = None
-    guard: float = 0.0
+    guard: NotNegative = 0.0
     scales_with_advantage = True
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
@@ -269,7 +262,7 @@ class GMPO:
         return (counts * x).sum(-1, keepdim=True) / (counts.sum(-1, keepdim=True).clamp(min=1.0) + self.guard)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class VESPO:
     """A variational weight on whole sequences: `-sg(phi) A logp`, `phi = exp(lambda + k s - lambda exp(s))`. arXiv 2602.10693.
 
@@ -278,10 +271,10 @@ class VESPO:
     pair where A >= 0. phi is 1 on-policy.
     """
 
-    k_positive: float = 2.0
-    lambda_positive: float = 3.0
-    k_negative: float = 3.0
-    lambda_negative: float = 2.0
+    k_positive: Finite = 2.0
+    lambda_positive: Finite = 3.0
+    k_negative: Finite = 3.0
+    lambda_negative: Finite = 2.0
     correction: Weight | None = None
 
     @property

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.composing import NO_TOTALS, compared
-from covey.errors import ConfigError
+from covey.declared import Positive, checked_dataclass
 from covey.types import TokenBatch, Totals
 
 
@@ -28,7 +28,7 @@ class Normalizers:
     size: int
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class TargetPolicy:
     """Cross-entropy of a group's completions to `q ∝ p_old exp(A / temperature)`: `-sum_i q_i log p_i`.
 
@@ -40,15 +40,11 @@ class TargetPolicy:
     without a token that counts (truncated and masked), or that nobody scored, is in no sum.
     """
 
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     level: Literal["product", "sequence"] = "product"
     groups: Mapping[int, Normalizers] | None = None
     """By the number of the prompt, set by `prepare`."""
     exempt: ClassVar[tuple[str, ...]] = ("policy_gradient", "zero_advantage")
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature of TargetPolicy is {self.temperature}; it must be above 0.")
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         logp = tokens.logp if self.level == "product" else tokens.logp / tokens.lengths

@@ -18,7 +18,7 @@ from covey.algorithms.aggregation import token_mean
 from covey.algorithms.composing import metrics_of, needs_whole_step, prepared
 from covey.algorithms.control import Controller, WarmUp, current
 from covey.algorithms.objectives import Clipped
-from covey.errors import ConfigError
+from covey.declared import BelowOne, Finite, NotNegative, Positive, Share, checked_dataclass
 from covey.types import Aggregate, Mean, Metric, Objective, TokenBatch, Totals, over_spans
 
 LIMIT = 60.0
@@ -63,7 +63,7 @@ def gap_of_tokens(tokens: TokenBatch) -> Tensor:
     return gap / over_spans(torch.ones_like(gap), tokens.teacher_span).clamp(min=1.0)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class TeacherAdvantage:
     """`reward A + weight d`: the teacher's log-ratio as the advantage of each token, plus the reward's.
 
@@ -71,8 +71,8 @@ class TeacherAdvantage:
     `against="current"` takes the policy of now, so that the gradient stays that of the reverse KL over several updates.
     """
 
-    weight: float = 1.0
-    reward: float = 0.0
+    weight: Finite = 1.0
+    reward: Finite = 0.0
     against: Literal["old", "current"] = "old"
     exempt: ClassVar[tuple[str, ...]] = ("policy_gradient", "zero_advantage")
     is_shape = True
@@ -87,7 +87,7 @@ class TeacherAdvantage:
         return self.reward * tokens.advantages + self.weight * teacher_gap(tokens, self.against)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class TeacherReweighted:
     """`A (1 - strength + strength clip(exp(sign(A) d), 1 - clip, 1 + clip))`: the teacher shares a reward out over its tokens.
 
@@ -95,20 +95,17 @@ class TeacherReweighted:
     negative advantage alone. RLSD, 2026, <https://arxiv.org/abs/2604.03128>; defaults are ms-swift's.
     """
 
-    strength: float | Controller = 0.5
+    strength: Share | Controller = 0.5
     """A number, or `WarmUp(target, steps, decay)`."""
-    clip: float = 0.2
+    clip: BelowOne = 0.2
     negative_only: bool = False
     exempt: ClassVar[tuple[str, ...]] = ("policy_gradient",)
     scales_with_advantage = True
     is_shape = True
 
     def __post_init__(self) -> None:
-        strength = self.strength.target if isinstance(self.strength, WarmUp) else self.strength
-        if not isinstance(strength, Controller) and not 0.0 <= strength <= 1.0:
-            raise ConfigError(f"strength={strength} of the teacher's weights must be from 0 to 1.")
-        if not 0.0 <= self.clip < 1.0:
-            raise ConfigError(f"clip={self.clip} of the teacher's weights must be at least 0 and below 1.")
+        if isinstance(self.strength, WarmUp):
+            changed(self, strength=self.strength.target)  # in the range of a strength
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         return tokens.advantages * self.factor(tokens)
@@ -129,7 +126,7 @@ class TeacherReweighted:
         return (tokens.advantages.sign() * teacher_gap(tokens)).clamp(-LIMIT, LIMIT).exp()
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class PositionWeighted:
     """`w d`, `w_t = 1 + gamma (1 - sum_{k < t} abs(d_k) / sum_k abs(d_k))`: early disagreement counts most.
 
@@ -137,15 +134,11 @@ class PositionWeighted:
     `iw_opd_gamma`.
     """
 
-    gamma: float = 0.5
-    epsilon: float = 1e-8
+    gamma: NotNegative = 0.5
+    epsilon: Positive = 1e-8
     exempt: ClassVar[tuple[str, ...]] = ("policy_gradient", "zero_advantage")
     is_shape = True
     ignores_rewards = True
-
-    def __post_init__(self) -> None:
-        if not self.gamma >= 0.0:
-            raise ConfigError(f"gamma={self.gamma} of the position weights must be at least 0.")
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         gap = teacher_gap(tokens)
@@ -204,7 +197,7 @@ class Reshaped:
         return {**metrics_of(self.shape, tokens), **metrics_of(self.objective, self._reshaped(tokens))}
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class GatedDistill:
     """`weight sigmoid(beta d) d`, the gate without gradient: the policy is drawn up at tokens that the teacher likes better.
 
@@ -212,16 +205,10 @@ class GatedDistill:
     less are hardly touched. SDAR, 2026, <https://arxiv.org/abs/2605.15155>; `beta` as ms-swift's `sdar_gate_beta`.
     """
 
-    weight: float | Controller = 0.1
-    beta: float = 5.0
+    weight: Positive | Controller = 0.1
+    beta: Positive = 5.0
     aggregate: Aggregate | None = token_mean
     needs: ClassVar[tuple[str, ...]] = ("teacher_logp",)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.weight, Controller) and not float(self.weight) > 0.0:
-            raise ConfigError(f"weight={self.weight} of the gated term must be above 0.")
-        if not self.beta > 0.0:
-            raise ConfigError(f"beta={self.beta} of the gate must be above 0.")
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         gap = teacher_gap(tokens, "current")

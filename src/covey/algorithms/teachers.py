@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Annotated, Any, Literal
 
 from covey.algorithms.reference import Every, keep
-from covey.errors import ConfigError, did_you_mean, expect_positive
+from covey.declared import Count, Finite, Positive, Range, checked_dataclass
+from covey.errors import ConfigError, did_you_mean
 from covey.types import ReferenceRule
 
 POLICY = "policy"
@@ -15,7 +16,7 @@ POLICY = "policy"
 KINDS = ("live", "base", "ema")
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class TeacherRole:
     """A teacher: a frozen second model, several of them, or the policy itself at some time, with more to read.
 
@@ -33,15 +34,15 @@ class TeacherRole:
     teaches nothing where there is none; another model reads the plain prompt there."""
     template: str = "\n\n{feedback}"
     """Format of the feedback behind the prompt, or behind the last message of the user."""
-    threshold: float | None = None
+    threshold: Finite | None = None
     """With feedback from the `best`: show it to completions of a lower reward than this alone, where the best has it. With
     `successful`: the least reward of a success, 1 where it is None."""
     teacher_model_kind: str | ReferenceRule = "live"
     """Of the policy as its own teacher: `live`, the weights of now; `base`, those of the start; `ema`, an exponential average;
     or a rule of the reference, such as `alg.FrozenAt(200)`. Words and the next two names are TRL's."""
-    teacher_update_rate: float = 0.05
+    teacher_update_rate: Annotated[float, Range(above=0, at_most=1)] = 0.05
     """Share of the policy in each update of an `ema` teacher."""
-    teacher_sync_steps: int = 1
+    teacher_sync_steps: Count = 1
     """Optimizer steps between the updates of an `ema` teacher."""
     by: str | None = None
     """Column whose value names the teacher of a prompt, where `teacher` maps values to teachers."""
@@ -54,13 +55,12 @@ class TeacherRole:
     """The model that an endpoint serves; of several by the value of the column `by`, or by address."""
     key_env: str = "OPENAI_API_KEY"
     """Environment variable with the endpoint's key."""
-    request_seconds: float = 60.0
+    request_seconds: Positive = 60.0
     """Longest time of one request to an endpoint."""
     when_lost: Literal["stop", "skip"] = "stop"
     """Answer to an endpoint that is away: stop with a checkpoint, or skip its signal on those completions."""
 
     def __post_init__(self) -> None:
-        expect_positive("request_seconds", self.request_seconds)
         self._check_sources()
         self._check_rule()
         self._check_feedback()
@@ -70,10 +70,8 @@ class TeacherRole:
                 "when_lost='skip' drops the signal of a teacher that is away, and the mean of the others would be another one; choose "
                 "teachers with by='COLUMN', or stop."
             )
-        if self.when_lost not in ("stop", "skip") or (self.when_lost == "skip" and not self.is_endpoint):
-            raise ConfigError(
-                f"when_lost={self.when_lost!r}: it is 'stop' or 'skip', and acts for a teacher at an endpoint."
-            )
+        if self.when_lost == "skip" and not self.is_endpoint:
+            raise ConfigError("when_lost='skip' acts for a teacher at an endpoint.")
         for source, _, value in self.shares():
             if is_address(source) and not self.model_at(source, value):
                 raise ConfigError(
@@ -119,14 +117,6 @@ class TeacherRole:
             raise ConfigError(f"teacher_model_kind={kind!r} is neither a word nor a rule such as alg.FrozenAt(200).")
         if kind != "live" and not self.is_policy:
             raise ConfigError("teacher_model_kind is about teacher='policy'; another model stays as it is.")
-        if not 0.0 < self.teacher_update_rate <= 1.0:
-            raise ConfigError(f"teacher_update_rate={self.teacher_update_rate} must be above 0 and at most 1.")
-        if (
-            isinstance(self.teacher_sync_steps, bool)
-            or not isinstance(self.teacher_sync_steps, int)
-            or self.teacher_sync_steps < 1
-        ):
-            raise ConfigError(f"teacher_sync_steps={self.teacher_sync_steps!r} is no whole number above 0.")
 
     def _check_feedback(self) -> None:
         if self.is_policy and self.feedback is None:

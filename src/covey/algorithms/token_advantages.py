@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.advantages import centred, sequence_rewards
+from covey.declared import Share, checked_dataclass
 from covey.errors import ConfigError
 from covey.types import Scores
 
@@ -83,7 +84,7 @@ def _scored(scores: Scores) -> Tensor:
     return scores.mask & ~scores.total.isnan().unsqueeze(-1)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class ReinforcePlusPlus:
     """Discounted reward-to-go, whitened over all tokens of the rollout: no group, no critic. REINFORCE++, Hu et al. 2025.
 
@@ -91,7 +92,7 @@ class ReinforcePlusPlus:
     `keeps_single` then keeps its reward, as in verl, or gets 0.
     """
 
-    gamma: float = 1.0
+    gamma: Share = 1.0
     baseline: bool = False
     keeps_single: bool = False
     across_gaps: bool = True
@@ -139,15 +140,15 @@ class ReMax:
         return reward_to_go(token_rewards(scores), _scored(scores))
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class GAE:
     """Generalised advantage estimation from a critic's values, whitened over the rollout. PPO, Schulman et al. 2017.
 
     Needs `scores.values`. `returns(scores)`, the critic's targets, are `A + V` from the advantages before whitening.
     """
 
-    gamma: float = 1.0
-    lam: float = 0.95
+    gamma: Share = 1.0
+    lam: Share = 0.95
     whitens: bool = True
     needs: ClassVar[tuple[str, ...]] = ("values",)
     exempt: ClassVar[tuple[str, ...]] = ("tied_groups",)
@@ -171,7 +172,7 @@ def _values(scores: Scores) -> Tensor:
     return scores.values.to(scores.per_function.dtype)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class OptimalTokenBaseline:
     """`A_t = G_t - B_t`: the baseline of each token that makes the variance of the policy gradient least.
 

@@ -2,17 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from covey.algorithms.advantages import GroupNormalized, is_tied, nan_std, sequence_rewards
+from covey.declared import Finite, NotNegative, Share, checked_dataclass
 from covey.types import EpisodeNotes, Scores
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class GiGPO:
     """`A = A_episode + weight A_step`: the completion's advantage, and each turn's within the turns that began in the same state.
 
@@ -23,10 +23,10 @@ class GiGPO:
     Training", section 4, <https://arxiv.org/abs/2505.10978>.
     """
 
-    weight: float = 1.0
-    gamma: float = 0.95
+    weight: Finite = 1.0
+    gamma: Share = 0.95
     scale: Literal["group", "none"] = "group"
-    epsilon: float = 1e-4
+    epsilon: NotNegative = 1e-4
 
     def __call__(self, scores: Scores) -> Tensor:
         episode = GroupNormalized(self.scale, self.epsilon)(scores)  # [P, G]

@@ -6,11 +6,12 @@ import math
 from dataclasses import Field, dataclass, field, replace
 from typing import Any
 
+from covey.declared import Range
 from covey.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
-class Option:
+class Option(Range):
     """Everything about an option but its name, type and default."""
 
     help: str = ""
@@ -19,12 +20,6 @@ class Option:
     """Group in `--help-all`; "" where the option has no effect."""
     words: tuple[str, ...] = ()
     """Accepted words; empty: any value of its type."""
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-    may_be_infinite: bool = False
-    """An infinite number is no limit. Elsewhere it would end in NaN."""
     is_whole: bool = False
     bare: str = ""
     """Value of the flag without one on the command line; "": it needs one."""
@@ -32,8 +27,6 @@ class Option:
     """None is a value. Both follow from the type where the option is a field of `Options`."""
     also: tuple[Any, ...] = ()
     """Values in addition to the words or the numbers."""
-    why: str = ""
-    """A second sentence for a number out of range."""
     inert: str = ""
     """Reason why no value changes results: accepted, and named once where it differs from the default."""
     is_silent: bool = False
@@ -58,26 +51,9 @@ class Option:
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             more = [str(word) for word in self.also] + (["null"] if self.also and self.is_optional else [])
             raise ConfigError(f"{name}={value!r} must be a number{''.join(f' or {word}' for word in more)}.")
-        if math.isinf(value) and (self.is_whole or not self.may_be_infinite) and value > 0:
-            raise ConfigError(f"{name}={value!r} must be finite.")
+        self.expect(name, value)
         if self.is_whole and value % 1:
             raise ConfigError(f"{name}={value!r} must be a whole number.")
-        low, high = self.at_least, self.at_most
-        is_inside = (low is None or value >= low) and (high is None or value <= high)
-        is_inside = is_inside and (self.above is None or value > self.above)
-        if not (is_inside and (self.below is None or value < self.below)):
-            why = f" {self.why}" if self.why else ""
-            raise ConfigError(f"{name}={value!r} must be {self.range}.{why}")
-
-    @property
-    def range(self) -> str:
-        """The range in words; "" for an option without one."""
-        bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
-        return " and ".join(
-            f"{words} {bound:g}" if bound != 2**32 - 1 else f"{words} {bound}"
-            for words, bound in bounds.items()
-            if bound is not None
-        )
 
 
 def option(default: Any, help: str = "", **declared: Any) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from covey.algorithms import MemberWeight
+from covey.declared import Finite, Range, checked_dataclass
 from covey.ensembles.answers import Answer, Vote, answer_key, candidates_of, chosen, expect_vote
 from covey.ensembles.loading import load_writers
 from covey.ensembles.member import Member, as_member
@@ -24,7 +25,7 @@ from covey.rollout import SamplingParams
 from covey.types import Completion, Group, Message, Prompt
 
 
-@dataclass(frozen=True, eq=False)
+@checked_dataclass(frozen=True, eq=False)
 class Ensemble:
     """Several models as one: `GRPOTrainer(..., ensemble=Ensemble([...]))`, and `Ensemble([...]).answer(prompt)`.
 
@@ -33,9 +34,9 @@ class Ensemble:
     """
 
     members: Sequence[Any]
-    max_share: float = 0.5
+    max_share: Annotated[float, Range(above=0, below=1)] = 0.5
     """Most of a training group that members may write together."""
-    threshold: float = 0.5
+    threshold: Finite = 0.5
     """Weighted reward from which `rescue` counts a completion as right."""
     weight: MemberWeight = field(default_factory=MemberWeight)
     """Importance weight of siblings."""
@@ -45,10 +46,6 @@ class Ensemble:
         if not isinstance(members, Sequence) or not members:
             raise ConfigError("ensemble has no members; give a list of models, such as ensemble=Ensemble(['runs/b']).")
         object.__setattr__(self, "members", tuple(as_member(member) for member in members))
-        if isinstance(self.max_share, bool) or not 0 < self.max_share < 1:
-            raise ConfigError(f"ensemble: max_share={self.max_share!r} must lie between 0 and 1.")
-        if not isinstance(self.threshold, (int, float)) or math.isnan(self.threshold):
-            raise ConfigError(f"ensemble: threshold={self.threshold!r} must be a number.")
         names = [member.name for member in self.members if member.name is not None]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"ensemble: two members have the name {twice!r}; give each its own.")

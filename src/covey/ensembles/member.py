@@ -2,20 +2,20 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from covey.errors import ConfigError, did_you_mean, expect_positive
+from covey.declared import Count, Positive, checked_dataclass
+from covey.errors import ConfigError, did_you_mean
 from covey.files.places import expect_model, refuse_missing
 
 Role = Literal["sibling", "baseline", "rescue"]
 """Use of a member's completions: learnt from, compared with, or only where the policy failed throughout."""
-ROLES: tuple[str, ...] = get_args(Role)
 
 
-@dataclass(frozen=True, eq=False)
+@checked_dataclass(frozen=True, eq=False)
 class Member:
     """A model whose completions join those of the policy.
 
@@ -29,7 +29,7 @@ class Member:
     """`sibling`: its completions join with importance weights. `baseline`: their rewards move the group's mean, without a
     gradient. `rescue`: its right answers join groups in which the policy failed throughout. None: sibling for a model with the
     policy's tokenizer, rescue for any other."""
-    samples: int = 1
+    samples: Count = 1
     """Completions that it writes for a prompt."""
     name: str | None = None
     """Name in metrics and `Completion.source`; by default the last part of its path."""
@@ -39,30 +39,25 @@ class Member:
     """The model that an endpoint serves."""
     key_env: str = "OPENAI_API_KEY"
     """Environment variable with the endpoint's key."""
-    request_seconds: float = 60.0
+    request_seconds: Positive = 60.0
     """Longest time of one request to an endpoint."""
 
     def __post_init__(self) -> None:
         expect_model(self.model)
-        expect_positive(f"{self._where}: request_seconds", self.request_seconds)
-        if self.role is not None and self.role not in ROLES:
-            raise ConfigError(f"{self._where}: role={self.role!r} is none of {', '.join(ROLES)}.")
-        if isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < 1:
-            raise ConfigError(f"{self._where}: samples={self.samples!r} must be a whole number of 1 or more.")
         if self.name is not None and (self.name == "policy" or not re.fullmatch(r"[\w.\-]+", self.name)):
             raise ConfigError(
-                f"{self._where}: name={self.name!r} must be of letters, digits, dots, dashes, and not policy."
+                f"{self.called}: name={self.name!r} must be of letters, digits, dots, dashes, and not policy."
             )
         if self.is_endpoint and not self.served_model_name:
-            raise ConfigError(f"{self._where} is an endpoint: say which model it serves, with served_model_name=NAME.")
+            raise ConfigError(f"{self.called} is an endpoint: say which model it serves, with served_model_name=NAME.")
         if self.is_endpoint and self.role == "sibling":
             raise ConfigError(
-                f"{self._where}: an endpoint gives text, not log-probabilities of the policy's tokens, so it cannot be a sibling; "
+                f"{self.called}: an endpoint gives text, not log-probabilities of the policy's tokens, so it cannot be a sibling; "
                 "take role=rescue or role=baseline."
             )
         if not self.is_endpoint and self.served_model_name:
             raise ConfigError(
-                f"{self._where}: served_model_name belongs to an endpoint, whose address begins with http://."
+                f"{self.called}: served_model_name belongs to an endpoint, whose address begins with http://."
             )
         if isinstance(self.model, (str, Path)) and not self.is_endpoint:
             refuse_missing(str(self.model), "model folder")
@@ -88,7 +83,7 @@ class Member:
         return "member-policy" if name == "policy" else name
 
     @property
-    def _where(self) -> str:
+    def called(self) -> str:
         return f"ensemble member {str(self.model)[:80] if isinstance(self.model, (str, Path)) else type(self.model).__name__!r}"
 
 

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from covey.data.features.language import language
+from covey.declared import Range, checked_dataclass
 from covey.errors import ConfigError, did_you_mean, needed
 from covey.rewards.builtin.choice import gold_column
-from covey.rewards.builtin.overlap import check_ratio, excess, several
+from covey.rewards.builtin.overlap import excess, several
 from covey.rewards.builtin.text import text_of
 from covey.rewards.decorators import reward
 
@@ -19,7 +19,7 @@ _SMOOTHING = ("exp", "add-k", "floor", "none")
 _LONGEST = 5000
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Bleu:
     """Sentence BLEU over 100 against the column `reference` (or else `summary`, `solution`, `answer`).
 
@@ -29,8 +29,8 @@ class Bleu:
     divided by the excess. `None` without a reference. Needs sacrebleu (`pip install 'covey[rewards]'`).
     """
 
-    max_n: int = 4
-    max_ratio: float | None = None
+    max_n: Annotated[int, Range(at_least=1, at_most=8)] = 4
+    max_ratio: Annotated[float, Range(at_least=1)] | None = None
     tokenize: str | None = None
     lowercase: bool = False
     smooth_method: Literal["exp", "add-k", "floor", "none"] = "exp"
@@ -38,8 +38,6 @@ class Bleu:
     __name__ = "bleu"
 
     def __post_init__(self) -> None:
-        _check_order("bleu", self.max_n)
-        check_ratio("bleu", self.max_ratio)
         if self.smooth_method not in _SMOOTHING:
             raise ConfigError(f"bleu(smooth_method={self.smooth_method!r}): use one of {', '.join(_SMOOTHING)}.")
         self._measure_for("")
@@ -62,7 +60,7 @@ class Bleu:
 
 
 @reward(streams=True)
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class SelfBleu:
     """Minus the BLEU of a text against the other completions of its prompt: 0 is unlike all of them, -1 a copy of one.
 
@@ -71,11 +69,10 @@ class SelfBleu:
     text are compared, with at most 64 others. Needs sacrebleu (`pip install 'covey[rewards]'`).
     """
 
-    max_n: int = 4
+    max_n: Annotated[int, Range(at_least=1, at_most=8)] = 4
     __name__ = "self_bleu"
 
     def __post_init__(self) -> None:
-        _check_order("self_bleu", self.max_n)
         measure_of("13a", self.max_n)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
@@ -134,8 +131,3 @@ def forget_texts(measures: Sequence[Any]) -> None:
             clear = getattr(type(part).__call__, "cache_clear", None)
             if clear is not None:
                 clear()
-
-
-def _check_order(name: str, max_n: int) -> None:
-    if not 1 <= max_n <= 8:
-        raise ConfigError(f"{name}(max_n={max_n}) must lie between 1 and 8.")

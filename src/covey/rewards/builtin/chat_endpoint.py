@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import http.client
 import json
-import numbers
 import os
 import random
 import re
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from covey.errors import ConfigError, RewardError, ServerError, expect_positive
+from covey.declared import Count, CountOrZero, NotNegative, Positive, checked_dataclass
+from covey.errors import ConfigError, RewardError, ServerError
 from covey.process.addresses import attempts_within, opener_of
 from covey.rewards.builtin.text import clean
 from covey.rewards.calling.deadline import Lanes
@@ -69,7 +69,7 @@ class Reply:
     """Thoughts of a reasoning model before `text`, where the endpoint returns them apart (`reasoning_content` or `reasoning`)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """Address of a model server, with its time limits. The key is read from the environment when a request is sent."""
 
@@ -77,29 +77,24 @@ class Endpoint:
     """Up to and with `/v1`, as `http://localhost:8000/v1`."""
     model: str
     key_env: str = "OPENAI_API_KEY"
-    temperature: float = 0.0
-    max_tokens: int = 1024
+    temperature: NotNegative = 0.0
+    max_tokens: Count = 1024
     extra: Mapping[str, Any] = field(default_factory=dict)
     """More fields of the request's body."""
-    request_seconds: float = 60.0
+    request_seconds: Positive = 60.0
     """The longest that one request may take, connecting and reading together."""
-    retries: int = 4
-    backoff_seconds: float = 0.5
+    retries: CountOrZero = 4
+    backoff_seconds: NotNegative = 0.5
     """Pause before the first retry; doubled for each further one, at most 30, less a random part of up to a half."""
     called: str = "judge"
     """Name of the endpoint in messages."""
-    most_bytes: int = MOST_BYTES
+    most_bytes: Count = MOST_BYTES
     """Longest body of an answer that is read."""
 
     def __post_init__(self) -> None:
         _expect_address(self.url, self.called)
         if not self.model:
             raise ConfigError(f"{self.called}(model='') names no model; give the one that the endpoint serves.")
-        for name in ("request_seconds", "max_tokens", "retries", "backoff_seconds"):
-            value = getattr(self, name)
-            expect_positive(f"{self.called}: {name}", value, or_zero=name in ("retries", "backoff_seconds"))
-            if name in ("max_tokens", "retries") and not isinstance(value, numbers.Integral):
-                raise ConfigError(f"{self.called}: {name}={value!r} must be a whole number.")
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
         """The request body as JSON."""

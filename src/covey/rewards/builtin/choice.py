@@ -11,6 +11,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from covey.declared import NotNegative, Share, checked_dataclass
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.answers import (
     MAGNITUDES,
@@ -40,7 +41,7 @@ _SENTENCE = re.compile(
 """The beginning of a sentence whose first word is no letter of a choice: `A train`, `I think`. No article stands before `_NO_NOUN`."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class ChoiceLetter:
     r"""1.0 where the one letter that the text chooses is the gold letter, 0.0 where not, `None` without a gold letter.
 
@@ -102,7 +103,7 @@ class ChoiceLetter:
         return letter
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Numeric:
     """1.0 where the final number is within a tolerance of the gold number, 0.0 where not, `None` without a gold number.
 
@@ -111,17 +112,11 @@ class Numeric:
     full mark only what is right.
     """
 
-    relative: float = 0.01
-    absolute: float = 0.0
-    scale: float = 0.0
+    relative: NotNegative = 0.01
+    absolute: NotNegative = 0.0
+    scale: NotNegative = 0.0
     needs_one_of = ("answer", "solution")
     __name__ = "numeric"
-
-    def __post_init__(self) -> None:
-        for name in ("relative", "absolute", "scale"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"numeric({name}={value}) must be a finite number, 0 or above.")
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         golds = [[number_within(text) for text in golds_of(g)] for g in gold_column(self, columns)]
@@ -191,7 +186,7 @@ class TokenF1:
         return [best(_f1, answer_in(c), gold) for c, gold in zip(completions, golds, strict=True)]
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Fuzzy:
     """Character similarity of answer and gold answer, from 0 to 1; below `at_least` it is 0.
 
@@ -199,13 +194,9 @@ class Fuzzy:
     letters to insert or delete. Of longer texts the first 10,000 characters are compared. `None` without a gold answer.
     """
 
-    at_least: float = 0.0
+    at_least: Share = 0.0
     needs_one_of = ("answer", "solution", "reference")
     __name__ = "fuzzy"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.at_least <= 1:
-            raise ConfigError(f"fuzzy(at_least={self.at_least}) must lie between 0 and 1.")
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         golds = gold_column(self, columns)

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
-from covey.errors import ConfigError, RewardError
+from covey.declared import Count, Positive, checked_dataclass
+from covey.errors import RewardError
 from covey.process.cores import cores_of_rank
 from covey.rewards.builtin.answers import thought_ends
 from covey.rewards.builtin.code_tests import COLUMNS, for_program, row_tests
@@ -19,7 +20,7 @@ _SETUP = ("test_imports", "setup", "test_setup_code", "test_setup")
 _SHARES = ("passed", "wrong", "error", "syntax", "timeout", "memory")
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Code:
     """1.0 where the completion's program passes every test of its row, else 0.0; with `partial`, the share that passes.
 
@@ -38,10 +39,10 @@ class Code:
     """
 
     column: str | None = None
-    timeout: float = 5.0
-    memory_mb: int = 256
+    timeout: Positive = 5.0
+    memory_mb: Count = 256
     partial: bool = False
-    workers: int | None = None
+    workers: Count | None = None
     allow_unisolated: bool = False
     strict: bool = False
     numpy: bool = False
@@ -49,10 +50,6 @@ class Code:
     __name__ = "code_reward"
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "memory_mb", "workers"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"code({name}={value!r}): use a number above 0.")
         workers = self.workers or cores_of_rank()
         most = 2 * WALL * self.timeout + 60
         call_options = CallOptions(

@@ -3,11 +3,12 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from covey.declared import Count, checked_dataclass
 from covey.errors import ConfigError, RewardError, needed
 from covey.rewards.builtin.text import text_of
 
@@ -15,7 +16,7 @@ _DEEPEST = 200
 """Nested brackets beyond which a text counts as no JSON: parsers recurse, and a model can write a million brackets."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Pattern:
     """1.0 where the regular expression is found, 0.0 elsewhere.
 
@@ -27,7 +28,7 @@ class Pattern:
     pattern: str
     match: Literal["all", "start", "end", "anywhere"] = "all"
     ignore_case: bool = False
-    max_characters: int = 100_000
+    max_characters: Count = 100_000
     __name__ = "pattern"
 
     def __post_init__(self) -> None:
@@ -49,7 +50,7 @@ class Pattern:
         return [float(len(text) <= self.max_characters and find(text) is not None) for text in texts]
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Tags:
     """1.0 where the text is `<a>...</a><b>...</b>` for the named tags, each once, in order, none empty; 0.0 elsewhere.
 
@@ -94,7 +95,7 @@ class Tags:
         return count / len(self._marks)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class JsonSchema:
     """1.0 where the text is one JSON value that satisfies a JSON schema, 0.0 elsewhere.
 

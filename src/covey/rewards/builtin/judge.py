@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from covey.declared import Bound, Count, NotNegative, Positive, checked_dataclass
 from covey.errors import ConfigError, RewardError, did_you_mean
 from covey.rewards.builtin.chat_endpoint import Endpoint, Message, Reply, ReplyCache, ReplyError, side_by_side
 from covey.rewards.contract import Total
@@ -32,20 +33,20 @@ class Spent:
     cost: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@checked_dataclass(frozen=True, kw_only=True, eq=False)
 class Judge:
     """Client of one endpoint: caches replies, asks again when one has the wrong form, counts requests and tokens."""
 
     endpoint: Endpoint
-    concurrency: int = 16
-    deadline_seconds: float = 100.0
+    concurrency: Count = 16
+    deadline_seconds: Positive = 100.0
     """Time limit for all questions of one call; the scorer's own limit must be longer."""
-    asks: int = 3
+    asks: Count = 3
     """Attempts at a question until the reply has the requested form."""
-    price_in: float = 0.0
+    price_in: NotNegative = 0.0
     """Price of a million prompt tokens."""
-    price_out: float = 0.0
-    max_cost: float = math.inf
+    price_out: NotNegative = 0.0
+    max_cost: Bound = math.inf
     """Most that one process may spend, since the start or resume: N processes may spend N times as much."""
     cache: ReplyCache = field(default_factory=ReplyCache)
     spent: Spent = field(default_factory=Spent)
@@ -55,8 +56,6 @@ class Judge:
     _failed: dict[str, tuple[float, Exception]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1 or self.asks < 1 or self.deadline_seconds <= 0:
-            raise ConfigError("judge: concurrency and asks must be at least 1, and deadline_seconds above 0.")
         if self.max_cost < math.inf and not (self.price_in > 0 or self.price_out > 0):
             raise ConfigError(
                 f"judge(max_cost={self.max_cost:g}) counts nothing without prices; give price_in or price_out, of a million tokens."

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from covey.data.rendering import content_text
+from covey.declared import Count, Finite, checked
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.chat_endpoint import Message, ReplyError
 from covey.rewards.builtin.format import once
@@ -46,14 +47,15 @@ class JudgeReward:
 
     __name__ = "judge"
 
+    @checked
     def __init__(
         self,
         url: str,
         model: str,
         *,
         rubric: str = RUBRIC,
-        low: float = 0,
-        high: float = 10,
+        low: Finite = 0,
+        high: Finite = 10,
         reference_column: str = _REFERENCE,
         **options: Any,
     ) -> None:
@@ -112,6 +114,7 @@ class PairwiseJudgeReward:
 
     __name__ = "judge_pairs"
 
+    @checked
     def __init__(
         self,
         url: str,
@@ -120,14 +123,10 @@ class PairwiseJudgeReward:
         rubric: str = RUBRIC,
         against: Literal["group", "reference"] = "group",
         swap: bool = True,
-        opponents: int = 3,
+        opponents: Count = 3,
         reference_column: str = "reference",
         **options: Any,
     ) -> None:
-        if against not in ("group", "reference"):
-            raise ConfigError(f"judge_pairs(against={against!r}): use 'group' or 'reference'.")
-        if opponents < 1:
-            raise ConfigError(f"judge_pairs(opponents={opponents}) compares nothing; use at least 1.")
         self.against, self.swap, self.opponents, self.reference_column = against, swap, opponents, reference_column
         self.needs_one_of = (reference_column,) if against == "reference" else ()
         self.rubric = _rubric(rubric)

@@ -3,10 +3,10 @@
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from covey.declared import Count, checked_dataclass
 from covey.errors import ConfigError, RewardError, needed
 from covey.rewards.builtin.text import text_of
 
@@ -43,7 +43,7 @@ _LONGEST = 20_000
 _CHUNK_LETTERS = 60
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Language:
     """Share of a text's letters that are in the wanted language, from 0 to 1.
 
@@ -55,12 +55,10 @@ class Language:
     """
 
     language: str | None = None
-    min_letters: int = 20
+    min_letters: Count = 20
     __name__ = "language"
 
     def __post_init__(self) -> None:
-        if self.min_letters < 1:
-            raise ConfigError(f"language(min_letters={self.min_letters}) must be at least 1.")
         if self.language is not None:
             _check(self.language)
 

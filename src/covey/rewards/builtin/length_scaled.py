@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from covey.declared import Count, Finite, checked_dataclass
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.math import accuracy_reward, exact_reward, math_reward
 from covey.rewards.builtin.text import text_of
@@ -19,7 +19,7 @@ _JUDGES: dict[str, Callable[..., list[float | None]]] = {
 
 
 @needs_one_of("answer", "solution")
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class CosineScaled:
     r"""Right answers earn less the longer they are, wrong ones cost less the longer they are.
 
@@ -29,19 +29,15 @@ class CosineScaled:
     are right says `judge`: the built-in reward of that name. `None` where it abstains.
     """
 
-    max_len: int
-    min_value_wrong: float = -1.0
-    max_value_wrong: float = -0.5
-    min_value_correct: float = 0.5
-    max_value_correct: float = 1.0
+    max_len: Count
+    min_value_wrong: Finite = -1.0
+    max_value_wrong: Finite = -0.5
+    min_value_correct: Finite = 0.5
+    max_value_correct: Finite = 1.0
     judge: Literal["math", "exact", "accuracy_reward"] = "math"
     __name__ = "cosine_scaled_reward"  # TRL's name in the metrics
 
     def __post_init__(self) -> None:
-        if self.max_len < 1:
-            raise ConfigError(f"cosine: max_len={self.max_len} must be at least 1 token.")
-        if self.judge not in _JUDGES:
-            raise ConfigError(f"cosine(judge={self.judge!r}): use {', '.join(_JUDGES)}.")
         ladder = (self.min_value_wrong, self.max_value_wrong, self.min_value_correct, self.max_value_correct)
         if list(ladder) != sorted(ladder):
             raise ConfigError(

@@ -2,10 +2,9 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from covey.errors import ConfigError
+from covey.declared import Count, Range, checked_dataclass
 from covey.rewards.builtin.choice import common_length, gold_column
 from covey.rewards.builtin.text import text_of, values_in, words_in
 from covey.rewards.decorators import reward
@@ -28,7 +27,7 @@ def ngrams(words: Words, size: int) -> list[tuple[str, ...]]:
     return [tuple(words[start : start + size]) for start in range(len(words) - size + 1)]
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Rouge:
     """ROUGE F1 against the column `reference` (or else `summary`, `solution`, `answer`); the best of several references.
 
@@ -37,15 +36,10 @@ class Rouge:
     recall cannot be bought by length. `None` without a reference. The first 5,000 words are read.
     """
 
-    kind: Literal["1", "2", "L"] = "L"
-    max_ratio: float | None = None
+    kind: Literal["1", "2", "L", 1, 2] = "L"
+    max_ratio: Annotated[float, Range(at_least=1)] | None = None
     needs_one_of = ("reference", "summary", "solution", "answer")
     __name__ = "rouge"
-
-    def __post_init__(self) -> None:
-        if str(self.kind) not in ("1", "2", "L"):
-            raise ConfigError(f"rouge(kind={self.kind!r}): use '1', '2' or 'L'.")
-        check_ratio("rouge", self.max_ratio)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         rows = zip(map(text_of, completions), map(several, gold_column(self, columns)), strict=True)
@@ -62,11 +56,6 @@ class Rouge:
         return score / excess(len(words), len(reference_words), self.max_ratio)
 
 
-def check_ratio(name: str, max_ratio: float | None) -> None:
-    if max_ratio is not None and not max_ratio >= 1:
-        raise ConfigError(f"{name}(max_ratio={max_ratio}) must be at least 1: the reference's own length.")
-
-
 def excess(num_words: int, num_reference: int, max_ratio: float | None) -> float:
     """Divisor for a text of `num_words` where the reference has `num_reference`; 1 up to `max_ratio` times as many."""
     return 1.0 if max_ratio is None or not num_reference else max(1.0, num_words / (max_ratio * num_reference))
@@ -78,7 +67,7 @@ def several(reference: Any) -> list[str]:
 
 
 @reward(streams=True)
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Distinct:
     """Distinct n-grams of a text that no other completion of the same prompt has, over all its n-grams.
 
@@ -87,12 +76,8 @@ class Distinct:
     Noise is diverse: combine it with a reward for being right.
     """
 
-    n: int = 2
+    n: Count = 2
     __name__ = "distinct"
-
-    def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ConfigError(f"distinct(n={self.n}) must be at least 1.")
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
         grams = [Counter(ngrams(words_of(text_of(c)), self.n)) for c in completions]

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from covey.data.rendering import content_text
+from covey.declared import Count, CountOrZero, Range, checked_dataclass
 from covey.errors import ConfigError, RewardError
 
 _GSM8K_END = re.compile(r"####[ \t]*[-+]?\$?(\d[\d,]*(\.\d+)?|\.\d+)\s*$")
@@ -106,17 +106,13 @@ def _is_thought(text: str) -> bool:
     return not opened and text.startswith("<think>") and "<think>" not in rest and "</think>" in rest
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Length:
     """Minus the distance of the length from `target`: the reward of TRL's first example. 0 is best."""
 
     target: int = 20
     unit: Literal["characters", "words", "tokens"] = "characters"
     """Words as `words_in` counts them: of scripts without spaces each character is one."""
-
-    def __post_init__(self) -> None:
-        if self.unit not in ("characters", "words", "tokens"):
-            raise ConfigError(f"length(unit={self.unit!r}): use 'characters', 'words' or 'tokens'.")
 
     def __call__(
         self, completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **columns: Any
@@ -129,19 +125,19 @@ class Length:
         return [-float(abs(self.target - length)) for length in lengths]
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class SoftOverlong:
     """0 up to `max_completion_len - soft_punish_cache` tokens, then falling in a line to -1 at the end and beyond.
 
     `-(length - (L_max - L_cache)) / L_cache` in between. DAPO (Yu et al. 2025), eq. 13; parameters named as in TRL.
     """
 
-    max_completion_len: int
-    soft_punish_cache: int
+    max_completion_len: CountOrZero
+    soft_punish_cache: CountOrZero
     __name__ = "soft_overlong_punishment_reward"  # TRL's name in the metrics
 
     def __post_init__(self) -> None:
-        if not 0 <= self.soft_punish_cache <= self.max_completion_len:
+        if self.soft_punish_cache > self.max_completion_len:
             raise ConfigError(
                 f"soft_overlong: soft_punish_cache={self.soft_punish_cache} must lie between 0 and "
                 f"max_completion_len={self.max_completion_len}."
@@ -157,22 +153,16 @@ class SoftOverlong:
         return -1.0 if length > self.max_completion_len else (free - length) / self.soft_punish_cache
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Repetition:
     """`max_penalty` times the share of n-grams of tokens that repeat earlier ones; 0 for texts shorter than one.
 
     `(1 - unique / all) * max_penalty`. Yeo et al. 2025 ("Demystifying Long Chain-of-Thought Reasoning"), appendix C.2.
     """
 
-    ngram_size: int = 3
-    max_penalty: float = -1.0
+    ngram_size: Count = 3
+    max_penalty: Annotated[float, Range(at_most=0)] = -1.0
     __name__ = "repetition_penalty_reward"
-
-    def __post_init__(self) -> None:
-        if self.ngram_size < 1 or self.max_penalty > 0:
-            raise ConfigError(
-                f"repetition: ngram_size={self.ngram_size} must be at least 1 and max_penalty={self.max_penalty} at most 0."
-            )
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
         return [self._penalty(tuple(ids)) for ids in completion_ids]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.data.rendering import chat_ids, prompt_text
+from covey.declared import BelowOne, Count, Share, checked
 from covey.errors import ConfigError, ModelError, RewardError
 from covey.rewards.builtin.inference_model import load_frozen
 from covey.rewards.builtin.text import text_of
@@ -32,6 +33,7 @@ class ClassifierReward:
 
     __name__ = "classifier"
 
+    @checked
     def __init__(
         self, model: Any, label: str | int, *, premise: str | None = None, tokenizer: Any = None, **options: Any
     ) -> None:
@@ -92,21 +94,18 @@ class SimilarityReward:
 
     __name__ = "similarity"
 
+    @checked
     def __init__(
         self,
         model: Any,
         *,
         to: str = "reference",
         pooling: Pooling | None = None,
-        floor: float = 0.0,
+        floor: BelowOne = 0.0,
         prefix: str = "",
         tokenizer: Any = None,
         **options: Any,
     ) -> None:
-        if pooling not in (None, "mean", "cls", "last"):
-            raise ConfigError(f"similarity(pooling={pooling!r}): use 'mean', 'cls' or 'last'.")
-        if not 0 <= floor < 1:
-            raise ConfigError(f"similarity(floor={floor}) must lie from 0 to below 1.")
         if pooling is None and isinstance(model, str | Path):
             pooling = declared_pooling(str(model))
         self.target, self.pooling, self.floor, self.prefix = to, pooling or "mean", floor, prefix
@@ -174,20 +173,17 @@ class FluencyReward:
 
     __name__ = "fluency"
 
+    @checked
     def __init__(
         self,
         model: Any,
         *,
-        enough: float = 0.0,
-        min_tokens: int = 3,
+        enough: Share = 0.0,
+        min_tokens: Count = 3,
         with_prompt: bool = True,
         tokenizer: Any = None,
         **options: Any,
     ) -> None:
-        if not 0 <= enough <= 1 or min_tokens < 1:
-            raise ConfigError(
-                f"fluency: enough={enough} must lie from 0 to 1, and min_tokens={min_tokens} be at least 1."
-            )
         self.enough, self.min_tokens, self.with_prompt = enough, min_tokens, with_prompt
         self.frozen = load_frozen("causal", model, tokenizer, **options)
 
