@@ -17,7 +17,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # the files with such a mark, or with `kit.rest_nightly`: reading all of them takes ten seconds of each process
 marked = $(shell grep -rlE "mark\.$(1)|rest_$(1)" tests --include="test_*.py")
 
-.PHONY: install dev demo test slow extras nightly test-ray test-openenv test-verifiers test-llama-cpp gpu gpu-first test-vllm test-all check pages docs bench record-trl soak image image-check release audit clean
+.PHONY: install dev demo test slow extras nightly test-ray test-openenv test-verifiers test-harbor test-llama-cpp gpu gpu-first test-vllm test-all check pages docs bench record-trl soak image image-check release audit clean
 
 comma := ,
 # an environment that sees the packages of .venv, and keeps what is added to itself: $(call beside,PACKAGES)
@@ -81,6 +81,12 @@ test-verifiers: $(DEV) .venv-verifiers/.installed   ## environments of verifiers
 
 .venv-verifiers/.installed: pyproject.toml   ## sees the packages of .venv, and keeps those of verifiers to itself
 	$(call beside,"covey[verifiers]")
+
+test-harbor: $(DEV) .venv-harbor/.installed   ## tasks in real containers, by Harbor, docker and its compose 2; Python 3.12 or newer
+	.venv-harbor/bin/python -m pytest -n 0 -m "" tests/environments/test_harbor_containers.py
+
+.venv-harbor/.installed: pyproject.toml   ## sees the packages of .venv, and keeps those of Harbor to itself
+	$(call beside,"covey[harbor]")
 
 test-llama-cpp: $(DEV) .venv-llama-cpp/.installed   ## files of covey export, opened by a real llama.cpp
 	.venv-llama-cpp/bin/python -m pytest -n 0 tests/cli/test_llama_cpp.py

@@ -10,7 +10,7 @@ from pathlib import Path
 from sources import FILES, SRC, imported_by, tree_of
 
 NEED_AN_EXTRA = re.compile(
-    r"covey\.(serving|feedback\.endpoint|monitor\.view\.(access|app|query)|kernels\.triton_(attention|layer|sampling)|process\.connections)\b"
+    r"covey\.(serving|environments\.harbor_trial|feedback\.endpoint|monitor\.view\.(access|app|query)|kernels\.triton_(attention|layer|sampling)|process\.connections)\b"
 )
 IMPORTED_AS = {"pillow": "PIL", "math-verify": "math_verify", "reasoning-gym": "reasoning_gym"}
 

@@ -111,7 +111,7 @@ def _words_by_flag() -> Mapping[str, tuple[str, ...]]:
         "dtype": _DTYPES,
         "resume": ("auto", "never"),
         "model": ("demo",),
-        "dataset": ("demo", "demo:test", "gym:", "verifiers:"),
+        "dataset": ("demo", "demo:test", "gym:", "harbor:", "verifiers:"),
         "eval_dataset": ("demo:test",),
         "pruner": ("median", "halving", "none"),
         "log_level": ("debug", "info", "warning", "error", "critical", "passive"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from covey.environments.check import EnvironmentReport
 
 _FLAGS = (
-    Flag(name="environment", help="file.py:Class, openenv:URL or gymnasium:ID.", group="what"),
+    Flag(name="environment", help="file.py:Class, openenv:URL, gymnasium:ID or harbor:FOLDER.", group="what"),
     Flag(name="episodes", help="Episodes of random actions.", type=int, default=20, least=1, group="what"),
     Flag(name="turns", help="Most calls of one episode.", type=int, default=10, least=1, group="what"),
     Flag(name="seed", help="Seed of the episodes and of the actions.", type=int, default=0, group="what"),

@@ -25,8 +25,8 @@ _PLAIN_ARGUMENTS = frozenset(
     }
 )  # fmt: skip
 """Keyword arguments of `from_pretrained` that load no code."""
-_SERVERS = re.compile(r"openenv:\S+|mcp:https?://\S+|gymnasium:[^:\s]+")
-"""Tools and environments on a server, or among those that Gymnasium registers itself."""
+_SERVERS = re.compile(r"openenv:\S+|mcp:https?://\S+|gymnasium:[^:\s]+|harbor:[^:]+")
+"""Tools and environments on a server, in containers, or among those that Gymnasium registers itself."""
 _LIVE_OR_INSTALLED = re.compile(r"verifiers|follow:.*:|\.py\b", re.DOTALL)
 """Data out of code: an environment of verifiers, or a live source of the user's own."""
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import datasets
 
-from covey.data import gym, tables, verifiers
+from covey.data import gym, harbor, tables, verifiers
 from covey.errors import CoveyError, DataError, DataTypeError, did_you_mean, first_line
 from covey.files.bounded import LONGEST_LINE
 from covey.files.hub import bounded_hub
@@ -65,14 +65,16 @@ def opened(source: Any, split: str | None, streaming: bool, config_name: str | N
 
 
 def _made(source: Any, split: str | None) -> Any:
-    """The demo's rows, those of a task of Reasoning Gym or of an environment of verifiers; None for files, folders and hub ids."""
+    """The demo's rows, those of a task of Reasoning Gym, an environment of verifiers or Harbor's tasks; None for files, folders and hub ids."""
     name, colon, environment = str(source).partition(":")
-    if name not in ("demo", "gym", "verifiers") or Path(str(source)).exists():
+    if name not in ("demo", "gym", "verifiers", "harbor") or Path(str(source)).exists():
         return None
     if source == "demo":
         return _demo(split)
     if source == "gym" and split is not None:
         return datasets.Dataset.from_list(gym.rows(split))  # the task stands in the split's place
+    if name == "harbor" and (colon or split is not None):
+        return datasets.Dataset.from_list(harbor.rows(environment or str(split)))
     if name == "verifiers" and (
         colon or split is not None
     ):  # `verifiers:NAME`; of `verifiers:NAME:SPLIT` the last part is the split

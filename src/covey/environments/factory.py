@@ -15,6 +15,7 @@ from covey.data.media import items_of
 from covey.data.prompts import behind_last_user
 from covey.environments.tools import Tool, bound, tools_of
 from covey.errors import ConfigError, CoveyError, DataError, did_you_mean
+from covey.rewards.decorators import call_options_of, mark
 from covey.types import Group, Message, Prompt
 
 logger = logging.getLogger(__name__)
@@ -148,20 +149,26 @@ def _close(instance: Any) -> None:
 
 
 def environment_reward(kind: Any) -> Callable[..., Any]:
-    """The reward that environments of this class give themselves; None for completions with another environment."""
+    """The reward that environments of this class give themselves; None for completions with another environment.
+
+    `@reward(...)` above `get_reward` says how it is called; one that is `async` is called for all completions side by side.
+    """
+    options = call_options_of(kind.get_reward)
     if inspect.iscoroutinefunction(kind.get_reward):
 
         async def reward(environments: Sequence[Any], **columns: Any) -> list[float | None]:
             return [
                 await environment.get_reward() if type(environment) is kind else None for environment in environments
             ]
+
+        options = replace(options, unit="completion")
     else:
 
         def reward(environments: Sequence[Any], **columns: Any) -> list[float | None]:  # type: ignore[misc]
             return [environment.get_reward() if type(environment) is kind else None for environment in environments]
 
     reward.__name__ = kind.__name__
-    return reward
+    return mark(reward, options)
 
 
 def _with_observation(prompt: Prompt, observation: Observation, tools: Sequence[Tool], encode: Encode) -> Prompt:

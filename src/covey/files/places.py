@@ -8,7 +8,7 @@ from covey.errors import ArgumentTypeError, ConfigError, DataError, ModelError, 
 
 _FILES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".xz", ".bz2", ".safetensors", ".bin", ".gguf", ".pt", ".yaml", ".yml")  # fmt: skip
 _HUB_ID = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
-_SCHEMES = ("follow", "gym", "verifiers")
+_SCHEMES = ("follow", "gym", "harbor", "verifiers")
 """Words before the colon of a data set that is neither a file, a folder nor on the hub."""
 
 

@@ -21,6 +21,7 @@ from covey.environments import (
     Tool,
     agent_reward,
     gymnasium_environment,
+    harbor_environment,
     mcp_tools,
     openenv_environment,
     tools_of,
@@ -223,11 +224,14 @@ def agent_sampler(sampler: TokenSampler, agent: Agent, options: AgentOptions) ->
 
 
 def environment(spec: Any) -> Any:
-    """An environment factory, unchanged or loaded from text: `file.py:Class`, `openenv:URL`, `gymnasium:ID`."""
+    """An environment factory, unchanged or loaded from text: `file.py:Class`, `openenv:URL`, `gymnasium:ID`, `harbor:FOLDER`."""
     kind, _, rest = spec.partition(":") if isinstance(spec, str) else ("", "", "")
-    if kind == "openenv":
-        return openenv_environment(rest)
-    return gymnasium_environment(rest) if kind == "gymnasium" else _loaded(spec, "environment")
+    by_kind: dict[str, Callable[[str], Any]] = {
+        "openenv": openenv_environment,
+        "gymnasium": gymnasium_environment,
+        "harbor": harbor_environment,
+    }
+    return by_kind[kind](rest) if kind in by_kind else _loaded(spec, "environment")
 
 
 def _agent(spec: Any) -> Any:

@@ -1,0 +1,155 @@
+"""Tasks in Harbor's format as rows, without containers; what is refused before a model is loaded; rewards that wait side by side."""
+
+import asyncio
+import importlib.util
+import json
+import math
+
+import pytest
+import torch
+
+from covey.cli import main
+from covey.data import load
+from covey.environments import EnvironmentPool, HarborEnv, HarborSpec
+from covey.environments.harbor import AGENTS
+from covey.errors import ConfigError, DataError
+from covey.rewards import Scorer, reward
+from covey.types import Group
+from environments.harbor_tasks import WRITE_4, task
+from kit import completion, prompt
+
+
+@pytest.fixture
+def folder(tmp_path):
+    task(
+        tmp_path / "tasks" / "b",
+        '[metadata]\ndifficulty = "hard"\nminutes = 2.5\ntags = ["git", "c"]\nauthor = {name = "x"}',
+    )
+    task(tmp_path / "tasks" / "a", '[metadata]\ndifficulty = "easy"\nminutes = 3\n')
+    (tmp_path / "tasks" / "notes").mkdir()
+    return tmp_path
+
+
+def test_a_row_is_the_instruction_as_it_is_with_the_metadata_of_its_task_and_nothing_of_its_tests(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "tasks/b/instruction.md").write_text("# terminal-bench-canary GUID 1\n\n  Do *this*.\n")
+    rows = list(load("harbor:tasks/"))
+    assert [row["task"] for row in rows] == ["a", "b"]
+    assert rows[0]["prompt"] == [{"role": "user", "content": WRITE_4}]
+    assert rows[1]["prompt"][0]["content"] == "Do *this*.\n"
+    assert [row["task_dir"] for row in rows] == ["tasks/a", "tasks/b"]  # with the folder, they can move
+    assert [(row["difficulty"], row["minutes"], row["tags"]) for row in rows] == [
+        ("easy", 3.0, None),
+        ("hard", 2.5, ["git", "c"]),
+    ]
+    assert json.loads(rows[1]["author"]) == {"name": "x"}
+    assert "solution" not in str(rows)
+    assert "verifier" not in str(rows)
+    assert next(iter(load(f"harbor:{folder}")))["task_dir"] == str(folder / "tasks" / "a")
+
+
+def test_the_spec_chooses_tasks_by_their_number_or_place(folder):
+    assert [row["task"] for row in HarborSpec(folder, num_tasks=1).train_dataset] == ["a"]
+    assert [row["task_index"] for row in HarborSpec(folder, indices=[1, 0]).train_dataset] == [1, 0]
+    assert "difficulty" not in HarborSpec(folder, include_metadata=False).train_dataset.column_names
+    functions = HarborSpec(folder, rewards=["right", "short"]).reward_funcs
+    assert [function.__name__ for function in functions] == ["right", "short"]
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"indices": [2]}, "indices=2 is no place in the 2 tasks"),
+        ({"num_tasks": 1, "indices": [0]}, "give one of them"),
+        ({"num_tasks": 0}, "give at least 1"),
+        ({"agent": "bahs"}, "Did you mean bash"),
+        ({"agent": dict}, "a subclass of HarborEnv"),
+    ],
+)
+def test_a_spec_that_chooses_nothing_is_refused(folder, options, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        _ = HarborSpec(folder, **options).train_dataset
+
+
+@pytest.mark.parametrize(
+    "file, text, sentence",
+    [
+        ("task.toml", "x = = 1", r"a/task\.toml cannot be read: Invalid value"),
+        ("task.toml", "[[steps]]\nname = 'one'", r"a has \[\[steps\]\]"),
+        ("task.toml", "[environment]\nos = 'Windows'", "a needs Windows"),
+        ("task.toml", "[[environment.mcp_servers]]\nname = 'x'", "a has mcp_servers"),
+        ("instruction.md", " \n", "is empty"),
+        ("instruction.md", None, r"a has no instruction\.md"),
+    ],
+)
+def test_a_broken_task_is_named(folder, file, text, sentence):
+    path = folder / "tasks" / "a" / file
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(DataError, match=sentence):
+        load(f"harbor:{folder}")
+
+
+def test_a_folder_without_tasks_or_a_misspelt_one_ends_the_command_before_a_model_is_looked_for(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    train = [
+        "train",
+        "--model",
+        "nowhere/none",
+        "--environment-factory",
+        "harbor:x",
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
+    assert main([*train, "--dataset", f"harbor:{tmp_path / 'empty'}"]) == 2
+    assert "has no tasks" in capsys.readouterr().err
+    assert main([*train, "--dataset", f"harbor:{tmp_path / 'emty'}"]) == 2
+    assert "Did you mean empty?" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("harbor") is not None, reason="Harbor is installed")
+def test_without_the_library_one_sentence_says_what_is_missing(folder):
+    with pytest.raises(ConfigError, match=r"Python 3\.12|pip install 'covey\[harbor\]'"):
+        EnvironmentPool(HarborSpec(folder).environment_factory)
+
+
+def test_tools_of_an_agent_of_the_users_own_wait_for_a_sandbox_to_start():
+    class Agent(HarborEnv):
+        def look(self) -> str:
+            """Look around."""
+            return self._exec("ls")
+
+    assert Agent.look.__covey_tool__.seconds > 3600
+    assert AGENTS["bash"].bash.__covey_tool__.seconds > 3600
+
+
+class Judged:
+    """An environment whose verifier waits until as many as `together` of them run."""
+
+    running, together = 0, 3
+
+    def reset(self, place: int = 0, **row):
+        self.place = place
+
+    @reward(timeout=math.inf)
+    async def get_reward(self) -> float:
+        if self.place == 3:
+            raise RuntimeError("no reward file")
+        Judged.running += 1
+        for _ in range(1000):
+            if Judged.running >= self.together:
+                return float(self.place)
+            await asyncio.sleep(0.01)
+        raise RuntimeError("the others were not asked")
+
+
+def test_asynchronous_rewards_of_environments_run_side_by_side_and_one_that_fails_is_not_scored():
+    instances = [Judged() for _ in range(4)]
+    for place, instance in enumerate(instances):
+        instance.reset(place)
+    completions = tuple(completion(columns={"environments": instance}) for instance in instances)
+    scorer = Scorer(EnvironmentPool(Judged).rewards, error_limit=5)
+    [scored] = scorer.score([Group(prompt=prompt("q"), completions=completions)])
+    scorer.close()
+    assert torch.equal(scored.measured[:, 0].isnan(), torch.tensor([False, False, False, True]))
+    assert scored.measured[:3, 0].tolist() == [0.0, 1.0, 2.0]
+    assert any("no reward file" in event.said for event in scored.events)
