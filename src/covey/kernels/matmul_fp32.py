@@ -42,19 +42,14 @@ def transposed_size(rows: int, in_features: int) -> int:
     return -(-rows // PANEL) * PANEL * in_features
 
 
-def is_for_this_processor() -> bool:
-    """True on processors with AVX2 but without AVX-512. Compiles nothing."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX2"
-
-
 @functools.cache
 def fp32_matmul() -> Fp32Matmul | None:
-    """The kernels; None on other processors, without a compiler, or if they disagree with PyTorch.
+    """The kernels; None on processors with AVX-512 or without AVX2, without a compiler, or if they disagree with PyTorch.
 
     Two threads of a Zen 3: mostly two to three times as fast as MKL with 4 to 16 rows, 0.9 to 1.5 times with 256
     (`benchmarks/matmul_fp32.py`).
     """
-    if not is_for_this_processor():
+    if torch.backends.cpu.get_cpu_capability() != "AVX2":
         return None
     return load_verified(SOURCE, (), "Multiplying while sampling", Fp32Matmul, _gap, 1e-5, "products differ")
 

@@ -331,15 +331,10 @@ def _tensors(held: Any) -> Iterator[Tensor]:
 def _picked(value: Any, places: Tensor, size: int) -> Any:
     """`value` with each tensor [1, S, ...] in it at `places` [B, L]: [B, L, ...]."""
     if isinstance(value, Tensor):
-        return (
-            value[0].index_select(0, places.flatten()).unflatten(0, places.shape) if _is_packed(value, size) else value
-        )
+        is_packed = value.ndim >= 2 and value.shape[:2] == (1, size)
+        return value[0].index_select(0, places.flatten()).unflatten(0, places.shape) if is_packed else value
     if isinstance(value, (tuple, list)):
         return type(value)(_picked(x, places, size) for x in value)
     if isinstance(value, dict):
         return {name: _picked(x, places, size) for name, x in value.items()}
     return value
-
-
-def _is_packed(value: Tensor, size: int) -> bool:
-    return value.ndim >= 2 and value.shape[:2] == (1, size)

@@ -35,7 +35,7 @@ def judge(tests: bytes, connection: socket.socket, verdict: int) -> None:
         exec(made.setup, space)
     except BaseException as error:  # noqa: BLE001 - the border to the tests' code
         kind = error.kind if isinstance(error, _Raised | _Left) else type(error).__name__
-        return _write(verdict, link.trouble() or {"code": {"raised": kind, "said": str(error)}})
+        return _write(verdict, link.trouble or {"code": {"raised": kind, "said": str(error)}})
     for number, test in enumerate(plan["tests"]):
         outcome = _outcome(link, made, number, test, space)
         _write(verdict, {"test": number, **outcome})
@@ -54,7 +54,7 @@ def _outcome(link: _Link, made: suite.Suite, number: int, test: str, space: dict
             outcome["said"] = f"AssertionError: {_line(error, test)}"[:300]
     except BaseException as error:  # noqa: BLE001 - the border to the tests' code
         outcome = {"outcome": "raised", **_raised(error)}
-    return link.trouble() or outcome
+    return link.trouble or outcome
 
 
 def _namespace(link: _Link, made: suite.Suite) -> dict[str, Any]:
@@ -120,11 +120,8 @@ class _Link:
         self._connection = connection
         self._callbacks: list[Any] = []
         self.raised: BaseException | None = None
-        self._trouble: dict[str, Any] = {}
-
-    def trouble(self) -> dict[str, Any]:
+        self.trouble: dict[str, Any] = {}
         """The program has gone, or the tests hand it what is no data: nothing that the tests then did counts."""
-        return self._trouble
 
     def name(self, name: str) -> Any:
         """Value of `name` in the program; `_MISSING` where it is undefined, or a module."""
@@ -160,7 +157,7 @@ class _Link:
         return reply
 
     def _gone(self, error: BaseException) -> _Left:
-        self._trouble = {"outcome": "gone", "said": "the code ended its process, or broke the connection to it"}
+        self.trouble = {"outcome": "gone", "said": "the code ended its process, or broke the connection to it"}
         return _Left("gone", str(error))
 
     def _decode(self, message: Any) -> Any:
@@ -184,7 +181,7 @@ class _Link:
         if isinstance(value, Remote):
             return ["R", object.__getattribute__(value, "_number")]
         if not callable(value):
-            self._trouble = {
+            self.trouble = {
                 "beside": True,
                 "outcome": "wrong",
                 "said": f"a {type(value).__name__} cannot be given to the code",

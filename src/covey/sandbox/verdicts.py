@@ -170,8 +170,6 @@ def _why(
         if "code" in line:
             sentence = f"{line['code']['raised']}: {line['code'].get('said', '')}"
             return _kind(str(line["code"]["raised"])), f"the code does not load: {sentence}"
-        if "gone" in line:
-            return _left(seen, "before its tests")
     outcome = outcomes.get(first or 0)
     if outcome is None or outcome["outcome"] == "gone":
         return _left(seen, f"during test {(first or 0) + 1}")
