@@ -23,6 +23,7 @@ from covey.rollout.model_copies import packed, unpacked
 from covey.rollout.on_ray import Queues
 from covey.rollout.worker import Call, Cancelled, Order, Served, Setup, Writer
 from covey.rollout.worker_process import ProcessWorker, decoded
+from covey.runs import serialization
 from covey.training.build_sampler import worker_devices
 from covey.types import Completion, Group, Prompt
 from forked import worker_of
@@ -230,6 +231,22 @@ def test_a_worker_without_a_share_of_an_order_is_not_waited_for(model) -> None:
     for version in (1, 2):
         far.load(model, version)
     far.order(prompts(1), 4, PARAMS, at_least=2)
+
+
+def test_a_checkpoint_holds_episodes_whose_values_can_be_kept(model, tmp_path) -> None:
+    """An agent's scores, and no environment."""
+    far = AsynchronousSampler(model, tiny_tokenizer(), lambda model, content, version, tell, place: Slow(tell))
+    far.order(prompts(), 1, PARAMS, at_least=0)
+    (group,) = NativeSampler(model, tiny_tokenizer()).sample(prompts(1), 1, PARAMS)
+    for prompt, value in zip(prompts(), (0.5, "north", object()), strict=True):
+        done = replace(group.completions[0], columns={"agent_score": value, "role": None})
+        far._hear(0, ("group", 0, replace(group, prompt=prompt, completions=(done,))))
+    serialization.write(far.state_dict(), tmp_path / "state")
+    again = AsynchronousSampler(model, tiny_tokenizer(), far.start)
+    again.load_state_dict(serialization.read(tmp_path / "state"))
+    (order,) = again.orders.values()
+    values = {uid: group.completions[0].columns["agent_score"] for uid, group in order.groups.items()}
+    assert values == {"0:0": 0.5, "0:1": "north"}
 
 
 @pytest.mark.parametrize(("takes_newest", "version"), [(False, 1), (True, 2)])

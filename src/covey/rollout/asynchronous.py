@@ -322,7 +322,8 @@ class AsynchronousSampler:
 
 def _can_be_saved(group: Group) -> bool:
     """False for a group with objects of the user's, such as environments: it is drawn again, with the same seeds."""
-    return not any(completion.columns for completion in group.completions)
+    values = [value for completion in group.completions for value in completion.columns.values()]
+    return all(value is None or isinstance(value, str | int | float) for value in values)
 
 
 @dataclass(eq=False)
