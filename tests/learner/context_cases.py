@@ -22,6 +22,7 @@ from covey.process.sharding import Sharding, whole, whole_state
 from covey.process.world import World
 from covey.training.build_learner import networks_of
 from covey.types import Completion, Group
+from expert_models import expert_model
 from kit import learner_of, tiny_model
 from modalities.media_prompts import prompts, tiny_of
 
@@ -85,6 +86,27 @@ def model(name, world, sharding=None):
     kind, shape = MODELS[name]
     policy = Policy(tiny_model(kind, dtype=torch.float64, **shape), pad_id=0)
     return step_of(alg.grpo(kl=alg.KL(coefficient=0.1)), policy, groups_of(False), world, sharding)
+
+
+def experts(is_replayed, world):
+    """A step of a model with experts and its load-balancing loss: with the routers' own choices, or with other ones replayed."""
+    made = expert_model("Qwen3Moe", torch.float64, vocab_size=200)
+    made.set_experts_implementation("eager")  # the grouped product has no float64
+    options = {"auxiliary_coefficient": 0.5, "replays_experts": is_replayed}
+    groups = groups_of(False)
+    if is_replayed:
+        draw = torch.Generator().manual_seed(5)
+        chosen = lambda tokens: torch.rand(tokens, 2, 8, generator=draw).topk(2).indices.to(torch.uint8)
+        groups = [replace(group, completions=with_choices(group, chosen)) for group in groups]
+    return step_of(alg.grpo(kl=alg.KL(coefficient=0.1)), Policy(made, pad_id=0, **options), groups, world)
+
+
+def with_choices(group, chosen):
+    """The completions with these experts, which they share where they read the prompt."""
+    *read, last = chosen(len(group.prompt.token_ids)).split(1)
+    read = torch.cat(read)
+    of = lambda tokens: torch.cat([last, chosen(tokens)[1:]])
+    return tuple(replace(one, experts=of(one.num_tokens), prompt_experts=read) for one in group.completions)
 
 
 def model_that_teaches(heads, seed):
@@ -167,6 +189,7 @@ RUNS = {
     "plain": {},
     "checkpointed adapter": {"peft": True, "gradient_checkpointing": True},
     "split": {"fsdp": True},
+    "replayed experts": {"model": sharded_cases.experts, "router_replay": "R3", "learning_rate": 0.05},
     "full KL": {"algorithm": lambda: alg.grpo(kl=alg.KL(alg.full, 0.1))},
     "moving reference": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
 }
@@ -183,6 +206,7 @@ def work(folder, which):
         done["split"] = {name: preset(name, pair, Sharding()) for name in ("grpo", "ppo", SEPARATE)}
         done["teachers"] = {name: teacher(name, pair) for name in TEACHERS}
         done["media"] = {kind: media(kind, pair) for kind in QUICK_MEDIA}
+        done["experts"] = {is_replayed: experts(is_replayed, pair) for is_replayed in (False, True)}
         done["single"] = {again: single(pair, again) for again in (False, True)}
         done["runs"] = {
             name: trained(folder / name, 2, parallelism_config={"cp_size": 2}, **RUNS[name])
@@ -197,6 +221,7 @@ def work(folder, which):
     if which == "four":
         done["presets"] = {name: preset(name, pair) for name in ("grpo", "ppo")}
         done["split"] = {name: preset(name, pair, Sharding()) for name in ("grpo",)}
+        done["experts"] = {True: experts(True, pair)}
         done["media"] = {kind: media(kind, pair, Sharding()) for kind in QUICK_MEDIA}
     torch.save(done, folder / f"{world.rank}.pt")
     torch.distributed.destroy_process_group()

@@ -84,6 +84,14 @@ def test_images_and_sounds_in_prompts_have_the_gradient_of_whole_rows(kind, pair
     expect_step([rank["media"][kind] for rank in pair], cases.media(kind, World()))
 
 
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_experts_their_loads_and_their_replay_are_those_of_whole_rows(is_replayed, pair):
+    expected = cases.experts(is_replayed, World())
+    assert {"aux_loss", "experts/max_load", "experts/entropy"} <= expected[1].keys()
+    assert not is_replayed or expected[1]["experts/changed"] > 0.5
+    expect_step([rank["experts"][is_replayed] for rank in pair], expected)
+
+
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_a_process_without_a_token_that_predicts_something_keeps_pace(checkpoints, pair):
     expect_step([rank["single"][checkpoints] for rank in pair], cases.single(World(), checkpoints), 1e-5)
@@ -97,6 +105,13 @@ def test_a_run_ends_with_the_weights_of_one_process(name, pair, tmp_path):
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_two_groups_of_two_share_out_rows_and_tokens(name, four):
     expect_step([rank["presets"][name] for rank in four], cases.preset(name, World()))
+
+
+def test_two_groups_of_two_replay_experts(four):
+    gradient, metrics = cases.experts(True, World())
+    for rank in four:  # loads are reported as those of the fullest micro-batch, and processes of two groups have others
+        assert apart(rank["experts"][True][0], gradient) <= 1e-6
+        assert rank["experts"][True][1]["aux_loss"] == pytest.approx(metrics["aux_loss"], rel=1e-6)
 
 
 def test_two_groups_of_two_with_a_split_model(four):

@@ -16,7 +16,7 @@ from covey.process.context import ContextGroup
 from covey.process.sharding import Sharding
 from covey.process.world import World
 from covey.training.build import media_example
-from covey.training.build_learner import RunInputs, refuse_in_context
+from covey.training.build_learner import RunInputs
 from kit import tiny_model
 from modalities.media_prompts import prompts, tiny_of
 
@@ -24,14 +24,6 @@ from modalities.media_prompts import prompts, tiny_of
 def inputs(tmp_path, model, algorithm):
     args = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True)
     return RunInputs(args, model, None, (), algorithm, None, None, World())
-
-
-def test_a_model_of_experts_is_refused_by_name(tmp_path):
-    config = AutoConfig.for_model("mixtral", hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=64,
-                                  num_attention_heads=2, num_key_value_heads=1, num_local_experts=2)  # fmt: skip
-    with pytest.raises(ConfigError, match="MixtralForCausalLM routes tokens to experts"):
-        refuse_in_context(inputs(tmp_path, AutoModelForCausalLM.from_config(config), alg.grpo()))
-    refuse_in_context(inputs(tmp_path, tiny_model(), alg.ppo()))  # others run
 
 
 def test_a_number_of_heads_that_does_not_divide_names_those_that_do():

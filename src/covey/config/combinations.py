@@ -44,7 +44,6 @@ VARIANTS = {
     "paged optimizer": "`optim` of bitsandbytes that pages its state",
     "optimizer object": "`optimizers=(...)` of the trainer",
     "device_map": "`model_init_kwargs` with a `device_map` over several devices",
-    "mixture of experts": "a model that routes tokens to experts",
     "router_replay": "`router_replay: R3`",
     "thinking budget": "`thinking_token_budget`",
     "tensor parallel": "`vllm_tensor_parallel_size` above 1",
@@ -131,10 +130,6 @@ REFUSALS = (
         ("asynchronous", _SEVERAL, "environment or agent", "_calculate_rewards"),
         "async_rollouts=True with environments or agents scores on the main process for all, and a trainer's _calculate_rewards is "
         "called by every process; start one learner process, or give reward_funcs instead.",
-    ),
-    Refusal(
-        ("context parallel", "mixture of experts"),
-        "parallelism_config has cp_size, and {name} routes tokens to experts, which are counted over whole rows; leave it out.",
     ),
     Refusal(
         ("FSDP2", "device_map"),

@@ -1,7 +1,7 @@
 """Experts that the sampler chose, at the tokens of a micro-batch; and how the learner's routers spread their tokens."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -66,15 +66,19 @@ class Routing:
     def _switch(self, policy: Policy, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> None:
         (routers,) = self._routers or self.find(policy)
         if routers is not None:
-            choices = choices_of(rows, packed.spans, packed.input_ids.numel()) if policy.replays_experts else None
-            self._replayed = None if choices is None else onto(policy.device, choices)
+            size, mine = _share_of(packed)
+            choices = choices_of(rows, packed.spans, size) if policy.replays_experts else None
+            self._replayed = None if choices is None else onto(policy.device, choices[mine])
             routers.switch(self._replayed)
 
     def metrics(self, packed: PaddedRows | SharedRows) -> Mapping[str, Tensor]:
         """Scalars of the pass that was watched."""
         (routers,) = self._routers or (None,)
         is_whole = routers is not None and all(ids is not None for ids in routers.chosen)
-        return routing_metrics(routers, repeats_in(packed), self._replayed) if routers is not None and is_whole else {}
+        if routers is None or not is_whole:
+            return {}
+        group = getattr(packed, "context", None)
+        return routing_metrics(routers, repeats_in(packed), self._replayed, group.summed if group else lambda x: x)
 
     def release(self) -> None:
         (routers,) = self._routers or (None,)
@@ -108,11 +112,19 @@ def repeats_in(packed: PaddedRows | SharedRows) -> Tensor:
     """[M], how often each computed token stands in the rows, which have their prompt each: 0 for padding."""
     if isinstance(packed, PaddedRows):
         return packed.attention_mask.flatten().float()
-    counts = torch.zeros(packed.input_ids.numel())
+    size, mine = _share_of(packed)
+    counts = torch.zeros(size)
     for layout in packed.layouts:
         counts[layout.prompt] = len(layout.counts)
         counts[layout.answers] = 1
-    return onto(packed.input_ids.device, counts)
+    return onto(packed.input_ids.device, counts[mine])
+
+
+def _share_of(packed: PaddedRows | SharedRows) -> tuple[int, slice]:
+    """Number of tokens of a batch, and which of them this process computes: all, or its share of the context (`split`)."""
+    group = getattr(packed, "context", None)
+    size, rank = (1, 0) if group is None else (group.size, group.rank)
+    return packed.input_ids.numel() * size, slice(rank, None, size)
 
 
 def choices_of(rows: Sequence[Row], spans: Sequence[tuple[int, int, int]], total: int) -> Tensor | None:
@@ -137,9 +149,15 @@ def choices_of(rows: Sequence[Row], spans: Sequence[tuple[int, int, int]], total
     return out
 
 
-def routing_metrics(routers: Routers, computed: Tensor, replayed: Tensor | None = None) -> dict[str, Tensor]:
+def routing_metrics(
+    routers: Routers,
+    computed: Tensor,
+    replayed: Tensor | None = None,
+    total: Callable[[Tensor], Tensor] = lambda x: x,
+) -> dict[str, Tensor]:
     """Scalars of the last forward pass over the tokens where `computed` [M] is above 0, padding left out.
 
+    `total`: sum over the processes that share out the tokens.
     `max_load`: the largest share of tokens that one expert of a layer gets, from k / E on. `entropy`: of the experts' loads, over
     log E, in the layer with the lowest. `changed`: share of tokens and layers whose experts are not the sampler's.
     """
@@ -148,14 +166,14 @@ def routing_metrics(routers: Routers, computed: Tensor, replayed: Tensor | None 
     counts = drawn.new_zeros(drawn.shape[1], routers.num_experts, dtype=torch.float32)
     spread = weight[:, None, None].expand(drawn.shape).transpose(0, 1).flatten(1)
     counts.scatter_add_(1, drawn.transpose(0, 1).flatten(1), spread)
-    load = counts / weight.sum().clamp(min=1.0)
+    load = total(counts) / total(weight.sum()).clamp(min=1.0)
     shares = load / routers.top_k
     entropy = -torch.special.xlogy(shares, shares).sum(-1) / math.log(routers.num_experts)
     metrics = {"experts/max_load": load.max(), "experts/entropy": entropy.min()}
     if replayed is not None:
         is_replayed = (replayed[..., 0] >= 0) & (weight > 0)[:, None]
         differs = (drawn.sort(-1)[0] != replayed.to(drawn).sort(-1)[0]).any(-1)
-        metrics["experts/changed"] = (differs & is_replayed).sum() / is_replayed.sum().clamp(min=1)
+        metrics["experts/changed"] = total((differs & is_replayed).sum()) / total(is_replayed.sum()).clamp(min=1)
     return metrics
 
 
@@ -219,7 +237,8 @@ def balance_of(model: nn.Module, logits: Sequence[Tensor], packed: PaddedRows | 
         loads[:-1].scatter_add_(0, picked.flatten(), weights.repeat_interleave(top_k))
         loads[-1] += weights.sum()
         probability = probability + (p.float() * weights[:, None]).sum(0)
-    return Balance(loads, probability)
+    group = getattr(packed, "context", None)
+    return Balance(loads, probability) if group is None else Balance(group.summed(loads), group.sum(probability))
 
 
 @torch.no_grad()
@@ -228,10 +247,14 @@ def loads_of_step(policy: Any, micro_batcher: MicroBatcher, world: World, rows: 
     if policy.auxiliary_coefficient == 0 or (world.size == 1 and len(micro_batcher.batches(rows)) < 2):
         return None
 
+    counts_here = (
+        policy.context is None or policy.context.rank == 0
+    )  # each process of a context has the loads of all its tokens
+
     def count() -> list[Tensor]:
         batches = micro_batcher.each(rows, factor=2)
         pairs = [(batch, policy.measure(batch or [filler()]).balance) for batch in batches]
-        return [balance.loads.cpu() for batch, balance in pairs if batch and balance is not None]
+        return [balance.loads.cpu() for batch, balance in pairs if counts_here and batch and balance is not None]
 
     parts = [loads for part in world.gather(micro_batcher.attempt(count)) for loads in part]
     return torch.stack(parts).sum(0) if parts else None

@@ -167,14 +167,6 @@ def learner_world(inputs: RunInputs) -> World:
     return replace(inputs.world, context=inputs.args.context if inputs.world.size > 1 else 1)
 
 
-def refuse_in_context(inputs: RunInputs) -> None:
-    """Raise ConfigError for what computes whole rows, or counts the tokens of one, where processes share out the tokens."""
-    model = unwrapped(inputs.model)
-    has_routers = bool((getattr(model, "_can_record_outputs", None) or {}).get("router_logits"))
-    has_experts = has_routers and _routes(inputs.model)
-    expect_together("context parallel", has_experts and "mixture of experts", name=type(model).__name__)
-
-
 def build_policy(inputs: RunInputs) -> Policy:
     args, shared_out = inputs.args, learner_world(inputs)
     policy = Policy(
@@ -271,8 +263,6 @@ def build_networks(inputs: RunInputs, optimizer: Any = None, example: Prompt | N
     args = inputs.args
     if args.sharding is not None and inputs.world.size > 1:
         refuse_unsplit(optimizer, inputs.agents.rollout_func)
-    if learner_world(inputs).context > 1:
-        refuse_in_context(inputs)
     policy = on_accelerator(build_policy(inputs), is_split=args.sharding is not None and inputs.world.size > 1)
     if example is not None:
         expect_together("separate critic", inputs.algorithm.has_separate_critic and "media")
