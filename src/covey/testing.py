@@ -9,6 +9,9 @@ def test_my_objective(): check_objective(my_objective)
 from typing import Any
 
 from covey.algorithms.check import PROBLEMS
+from covey.algorithms.control import Controller
+from covey.declared import checked
+from covey.types import ReferenceRule
 
 __all__ = [
     "check_advantage", "check_aggregate", "check_controller", "check_critic", "check_kl", "check_objective",
@@ -26,7 +29,8 @@ def check_aggregate(part: Any) -> None:
     _check("aggregate", part)
 
 
-def check_controller(part: Any) -> None:
+@checked
+def check_controller(part: Controller) -> None:
     """Check a controller of a coefficient: finite numbers from `init` and `update`, also from a report without any metric."""
     _check("controller", part)
 
@@ -46,7 +50,8 @@ def check_objective(part: Any) -> None:
     _check("objective", part)
 
 
-def check_reference(part: Any) -> None:
+@checked
+def check_reference(part: ReferenceRule) -> None:
     """Check a reference rule `(report) -> alpha`: a number from 0 to 1 for any report, also one without a KL."""
     _check("reference", part)
 

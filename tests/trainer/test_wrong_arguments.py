@@ -7,10 +7,21 @@ import numpy as np
 import pytest
 
 import covey
+import covey.serving
+import covey.testing
 from covey import algorithms as alg
+from covey.config import batch_arithmetic
+from covey.config.scripts import DatasetMixtureConfig, get_dataset, get_peft_config, get_quantization_config
+from covey.data.stream import PromptStream
 from covey.environments import openenv_environment
-from covey.rewards import JudgeReward
+from covey.rewards import (
+    JudgeReward,
+    get_cosine_scaled_reward,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+)
 from covey.rewards.builtin.chat_endpoint import Endpoint
+from covey.sandbox import Sandbox
 from covey.serving import read_traces
 
 WRONG = (3, -1.5, None, [3], {"x": 3}, object())
@@ -40,6 +51,32 @@ def test_a_value_of_another_type_is_named_in_one_sentence(name):
         with pytest.raises(covey.CoveyError, match=sentence) as raised:
             call(value)
         assert "\n" not in str(raised.value)
+
+
+DOORS = {
+    "batch_arithmetic": batch_arithmetic,
+    "batch_arithmetic's world_size": lambda value: batch_arithmetic(covey.GRPOConfig("x"), value or -3, 5),
+    "get_dataset": get_dataset,
+    "get_peft_config": get_peft_config,
+    "get_quantization_config": get_quantization_config,
+    "datasets": lambda value: DatasetMixtureConfig(datasets=value),
+    "Sandbox": lambda value: Sandbox(workers=value or -3),
+    "Endpoint": covey.serving.Endpoint,
+    "PromptStream": lambda value: PromptStream(value, None),
+    "CosineScaled": get_cosine_scaled_reward,
+    "Repetition": lambda value: get_repetition_penalty_reward(value or 0, 1),
+    "SoftOverlong": lambda value: get_soft_overlong_punishment(value, value),
+    "check_controller": covey.testing.check_controller,
+    "check_reference": covey.testing.check_reference,
+}
+
+
+@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("value", [-1.5, None])
+def test_a_door_names_itself_and_a_value_of_another_type(name, value):
+    with pytest.raises(covey.CoveyError, match=name.partition("'")[0]) as raised:
+        DOORS[name](value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("value", [-1, 0, float("nan"), float("inf"), "9", None, True])

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from covey.config.fields import Options
+from covey.declared import Count, CountOrZero, checked
 from covey.errors import ConfigError
 
 
@@ -58,31 +60,35 @@ class Arithmetic:
         return "\n".join(words)
 
 
-def batch_arithmetic(config: Any, world_size: int | None = None, num_prompts: int | None = None) -> Arithmetic:
+@checked
+def batch_arithmetic(
+    config: Options, world_size: Count | None = None, num_prompts: CountOrZero | None = None
+) -> Arithmetic:
     """Batch arithmetic: prompts, completions and optimizer steps of a run, from a GRPOConfig.
 
     `world_size` None: the processes that run now. `num_prompts` None: a stream without end, which needs `max_steps`.
     A generation batch smaller than an optimizer step is drawn whole for the step (the policy is the same), unless its
     completions are used more than once. Raises ConfigError with the numbers and what to change where they do not fit together.
     """
-    micro, completions = whole_groups(config, config.world_size if world_size is None else world_size)
-    prompts = completions // config.num_generations
-    batches = micro // config.gradient_accumulation_steps
-    steps = batches * config.num_iterations
-    if config.max_steps > 0:
-        total = config.max_steps
+    args: Any = config
+    micro, completions = whole_groups(args, args.world_size if world_size is None else world_size)
+    prompts = completions // args.num_generations
+    batches = micro // args.gradient_accumulation_steps
+    steps = batches * args.num_iterations
+    if args.max_steps > 0:
+        total = args.max_steps
     elif num_prompts is None:
         raise ConfigError("A data set without a length has no end: set max_steps.")
     else:
-        total = max(1, math.ceil(round(config.num_train_epochs * num_prompts * steps / prompts, 6)))
+        total = max(1, math.ceil(round(args.num_train_epochs * num_prompts * steps / prompts, 6)))
     return Arithmetic(
-        num_generations=config.num_generations,
+        num_generations=args.num_generations,
         prompts_per_generation=prompts,
         completions_per_generation=completions,
-        completions_per_microbatch=config.per_device_train_batch_size,
+        completions_per_microbatch=args.per_device_train_batch_size,
         completions_per_step=completions // batches,
         batches_per_generation=batches,
-        num_iterations=config.num_iterations,
+        num_iterations=args.num_iterations,
         optimizer_steps_per_generation=steps,
         total_steps=total,
         epochs=total / steps * prompts / num_prompts if num_prompts else None,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 
 from transformers.hf_argparser import HfArgumentParser
 
+from covey.declared import checked
 from covey.errors import ConfigError, DataError, needed
 
 if TYPE_CHECKING:
@@ -94,7 +95,10 @@ class DatasetMixtureConfig:
     test_split_size: Optional[float] = _option(None, "Share of the rows, or their number, held out as the split test.")
 
     def __post_init__(self) -> None:
-        self.datasets = [DatasetConfig(**part) if isinstance(part, Mapping) else part for part in self.datasets]
+        try:
+            self.datasets = [part if hasattr(part, "path") else DatasetConfig(**part) for part in self.datasets]  # type: ignore[arg-type]
+        except TypeError as error:
+            raise ConfigError(f"datasets={self.datasets!r} is no list of mappings with a path: {error}.") from error
 
 
 class TrlParser(HfArgumentParser):
@@ -176,6 +180,7 @@ def _set_defaults(parser: Any, values: Mapping[str, Any]) -> set[str]:
     return used
 
 
+@checked
 def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
     """The mixture's parts, one after another, as split `train`; with `test_split_size` rows of them as split `test`.
 
@@ -222,6 +227,7 @@ def _shares(loaded: Sequence[Any], fractions: Sequence[float], streaming: bool) 
     return [rows.select(range(round(share * total))) for rows, share in zip(loaded, shares, strict=True)]
 
 
+@checked
 def get_peft_config(model_args: ModelConfig) -> Any:
     """peft's LoraConfig of these arguments, None without `use_peft`. Raises ConfigError where peft is not installed."""
     if not model_args.use_peft:
@@ -242,6 +248,7 @@ def get_peft_config(model_args: ModelConfig) -> Any:
     )
 
 
+@checked
 def get_quantization_config(model_args: ModelConfig) -> Any:
     """transformers' BitsAndBytesConfig of these arguments, None for weights that are not quantized."""
     if not (model_args.load_in_4bit or model_args.load_in_8bit):

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -19,6 +19,7 @@ from covey.data.order import Order, Outcome, pass_on
 from covey.data.prompts import to_prompt
 from covey.data.together import Together, question_of
 from covey.data.tokenizer import expect_ids_below, tokens_beyond
+from covey.declared import Count, checked
 from covey.errors import DataError
 from covey.types import Prompt
 
@@ -55,9 +56,10 @@ class PromptStream:
     and counted with `on_too_long="drop"`; it is never cut.
     """
 
+    @checked
     def __init__(
         self,
-        dataset: Any,
+        dataset: Iterable[Any],
         tokenizer: Any,
         *,
         processor: Any = None,
@@ -67,7 +69,7 @@ class PromptStream:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         max_prompt_length: int | None = None,
         on_too_long: Literal["error", "drop"] = "error",
-        block_size: int = 1000,
+        block_size: Count = 1000,
         num_embeddings: int | None = None,
         name: str = "the data set",
         languages: Sequence[str] = (),
@@ -86,7 +88,7 @@ class PromptStream:
         self.engine, self.has_warned = engine, False
         self.name = name
         self.num_dropped = 0
-        self._dataset = dataset
+        self._dataset: Any = dataset
         self._seed, self._shuffle, self._curriculum = seed, shuffle, curriculum
         self._order: Order = order_of(
             dataset, curriculum=curriculum, seed=seed, shuffle=shuffle, block_size=block_size, keeps_shares=keeps_shares

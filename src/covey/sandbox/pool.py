@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from covey.declared import CountOrZero, checked
 from covey.errors import RewardError
 from covey.process.cores import cores_of_rank
 from covey.process.spawner import WorkerProcesses
@@ -52,9 +53,10 @@ class Sandbox:
     can import NumPy, which makes tests that are statements easier to cheat (docs/sandbox.md says how).
     """
 
+    @checked
     def __init__(
         self,
-        workers: int | None = None,
+        workers: CountOrZero | None = None,
         *,
         layers: Sequence[str] = LAYERS,
         allow_unisolated: bool = False,

@@ -10,6 +10,7 @@ from typing import Any
 
 import uvicorn
 
+from covey.declared import checked
 from covey.errors import ConfigError
 from covey.process.addresses import listen, url_of
 from covey.process.connections import impatient
@@ -31,6 +32,7 @@ class Endpoint:
     directly: use `load`.
     """
 
+    @checked
     def __init__(
         self,
         samplers: NativeSampler | Mapping[str, NativeSampler],
