@@ -161,7 +161,7 @@ def _part(
             # fmt: on
             content = tl.load(value + b.to(tl.int64) * value_row + h * value_head + d, mask=inside, other=0.0)
             column = here + high.to(tl.int64) * D
-            writes = inside & (tile == 0)
+            writes = d < tl.where(tile == 0, D, 0)  # Triton 3.9's interpreter makes integers of a scalar's comparison
             tl.store(keys + column + only[:, None] + d[None, :], new, mask=writes[None, :])
             tl.store(values + column + d, content, mask=writes)
             top = _capped(tl.sum(seeking.to(tl.float32) * new.to(tl.float32), 1) * scale, softcap, HAS_SOFTCAP)
@@ -207,11 +207,11 @@ def _part(
     to = row.to(tl.int64) * heads_out + head
     mask = is_query[:, None] & inside[None, :]
     if MERGES:
-        is_owned = tl.load(owned + b) != 0
+        is_owned = q < tl.where(tl.load(owned + b) != 0, count, 0)
         for of_prompt in range(first_split):
             place = of_prompt * a_split + to
-            lse = tl.load(lses + place, mask=is_query & is_owned, other=float("-inf"))
-            part = tl.load(outs + place[:, None] * D + d[None, :], mask=mask & is_owned, other=0.0)
+            lse = tl.load(lses + place, mask=is_owned, other=float("-inf"))
+            part = tl.load(outs + place[:, None] * D + d[None, :], mask=mask & is_owned[:, None], other=0.0)
             higher = tl.maximum(top, lse)
             keep, weight = tl.exp(top - higher), tl.exp(lse - higher)
             out = out * keep[:, None] + part * weight[:, None]
