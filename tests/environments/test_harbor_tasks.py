@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from covey.rewards import Scorer, reward
 from covey.types import Group
 from environments.harbor_tasks import WRITE_4, task
 from kit import completion, prompt
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is in Python 3.11")
 
 
 @pytest.fixture
@@ -123,9 +126,9 @@ def test_tools_of_an_agent_of_the_users_own_wait_for_a_sandbox_to_start():
 
 
 class Judged:
-    """An environment whose verifier waits until as many as `together` of them run."""
+    """An environment whose verifier waits until three of them have run at the same time."""
 
-    running, together = 0, 3
+    running, most = 0, 0
 
     def reset(self, place: int = 0, **row):
         self.place = place
@@ -135,11 +138,15 @@ class Judged:
         if self.place == 3:
             raise RuntimeError("no reward file")
         Judged.running += 1
-        for _ in range(1000):
-            if Judged.running >= self.together:
-                return float(self.place)
+        Judged.most = max(Judged.most, Judged.running)
+        for _ in range(200):
+            if Judged.most >= 3:
+                break
             await asyncio.sleep(0.01)
-        raise RuntimeError("the others were not asked")
+        Judged.running -= 1
+        if Judged.most < 3:
+            raise RuntimeError("the others were not asked")
+        return float(self.place)
 
 
 def test_asynchronous_rewards_of_environments_run_side_by_side_and_one_that_fails_is_not_scored():
