@@ -17,7 +17,7 @@ from covey.data import PromptStream, follow, load, prepare_tokenizer
 from covey.errors import ConfigError, DataError, ModelError, RunFolderError
 from covey.evaluation.compare.run_data import read_runs
 from covey.learner.trials import reason_against_sharing
-from covey.models import load_tokenizer
+from covey.models import load_model, load_tokenizer
 from covey.monitor.sample_drift import SampleDrift
 from covey.names import load as load_object
 from covey.process.cluster import connected
@@ -96,6 +96,52 @@ def test_a_variable_of_the_shell_makes_no_folder_of_that_name(tmp_path, monkeypa
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a$b").mkdir()
     assert checked("~/a$b") == tmp_path / "a$b"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["merge", "demo", "demo", "-o", "$HOME/out"],
+        ["export", "pairs", "runs/a", "--output", "$HOME/out.jsonl"],
+        ["init", "${HOME}/project"],
+        ["features", "demo", "--features", "length", "--output", "$HOME/rows.jsonl"],
+        ["plot", "runs/a", "-o", "$HOME/a.svg"],
+    ],
+)
+def test_no_verb_makes_a_folder_of_a_variable_s_name(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) != 0
+    assert "HOME" in (said := capsys.readouterr().err)
+    assert "names a variable of the shell, which is not read here" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_script_where_options_stand_is_told_how_to_run_it(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("import covey")
+    for verb in ("train", "sft"):
+        assert main([verb, f"{tmp_path}/mine.py"]) == 2
+        said = f"mine.py is a Python script, and covey {verb} reads options: python {tmp_path}/mine.py runs it."
+        assert said in capsys.readouterr().err
+
+
+def test_a_misspelt_model_or_data_set_is_told_the_nearest_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-model").mkdir()
+    for model, near in {"dmeo": "demo", "my-modle": "my-model"}.items():
+        with pytest.raises(ModelError, match=rf"Did you mean {near}\?"):
+            load_model(model)
+    with pytest.raises(DataError, match=r"Did you mean demo\?"):
+        load("dmeo")
+    with pytest.raises(ModelError) as error:
+        load_model("somebody/demo")
+    assert "Did you mean" not in str(error.value)
+
+
+def test_main_leaves_the_hook_of_exceptions_to_a_program_that_calls_it(monkeypatch, capsys):
+    hook = lambda *given: None
+    monkeypatch.setattr(sys, "excepthook", hook)
+    assert main(["nothing"]) == 2
+    assert sys.excepthook is hook
 
 
 def test_an_aggregate_that_is_none_is_refused_before_rows_are_read(tmp_path, capsys):

@@ -264,12 +264,18 @@ def test_a_run_goes_on_and_resumes_after_its_folder_was_deleted(tmp_path: Path) 
 
 
 class Moves(TrainerCallback):
+    def __init__(self, again: int) -> None:
+        self.again = again
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 3:
             os.rename(args.output_dir, f"{args.output_dir}-moved")
+        elif state.global_step == self.again:
+            os.rename(args.output_dir, f"{args.output_dir}-again")
 
 
-def test_a_run_whose_folder_was_moved_ends_with_its_best_checkpoint_from_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", [0, 4])
+def test_a_run_whose_folder_was_moved_ends_with_its_best_checkpoint_from_there(tmp_path: Path, again: int) -> None:
     def falling(completions: Any, trainer_state: Any, **columns: Any) -> list[float]:
         return [i - trainer_state.global_step for i in range(len(completions))]
 
@@ -281,7 +287,7 @@ def test_a_run_whose_folder_was_moved_ends_with_its_best_checkpoint_from_there(t
     }
     rows = Dataset.from_list(ROWS[:2])
     one = trainer(
-        tmp_path / "run", reward_funcs=falling, max_steps=4, callbacks=[Moves()], eval_dataset=rows, **options
+        tmp_path / "run", reward_funcs=falling, max_steps=5, callbacks=[Moves(again)], eval_dataset=rows, **options
     )
     with pytest.warns(UserWarning, match="was deleted, moved or replaced"):
         one.train()
@@ -291,4 +297,5 @@ def test_a_run_whose_folder_was_moved_ends_with_its_best_checkpoint_from_there(t
     assert all(torch.equal(weight, one.model.state_dict()[name]) for name, weight in saved.items())
     assert manifest.load(moved / "run.json")["state"] == "stopped"
     run_json = manifest.load(tmp_path / "run" / "run.json")
-    assert (run_json["state"], run_json["moved_to"]) == ("finished", str(moved))
+    last = tmp_path / "run-again" if again else moved
+    assert (run_json["state"], run_json["moved_to"]) == ("finished", str(last))

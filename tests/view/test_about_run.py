@@ -116,6 +116,7 @@ def test_a_clock_that_is_set_forward_or_back_in_the_middle_adds_no_hours(tmp_pat
     view = RunView("run", tmp_path / "run")
     view.series.refresh()
     assert 0 <= about({}, tmp_path, [], view.series.column)["seconds"] < 3600
+    assert view.series.names() == ["reward"]
     hours = curve_of(view, "reward", 100, 1, None, None, "time")["x"]
     assert hours == sorted(hours)
     assert hours[-1] < 1

@@ -54,9 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The result goes to stdout, all else to stderr.
     """
+    before = sys.excepthook
     code = 1  # of an unexpected exception, which Python shows and which leaves the same threads and libraries behind
     try:
         code = _main(list(sys.argv[1:] if arguments is None else arguments))
+        sys.excepthook = before
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli import output
-from covey.cli.flags import Flag, read_flags, read_yaml, typed
+from covey.cli.flags import Flag, read_flags, read_yaml, spelled, typed
 from covey.cli.help import flags_help
 from covey.cli.recipe import expanded
 from covey.errors import ConfigError, did_you_mean
-from covey.files.places import refuse_missing
+from covey.files.places import refuse_missing, refuse_variable
 
 Args = Mapping[str, Any]
 """Typed values of the flags on the command line, by name."""
@@ -26,6 +26,8 @@ _ALWAYS = (
 )
 PLACES = {"model": "model folder", "dataset": "data set", "eval_dataset": "data set"}
 """`Verb.places` of a verb that trains."""
+WRITTEN = frozenset({"output", "folder", "learn_folder"})
+"""Flags that name a folder or a file to write."""
 JSON = Flag(name="json", help="Print the result as one JSON object on the last line.", type=bool, group="output")
 CONFIG = Flag(name="config", help="YAML file of options; flags win over it.", group="run")
 
@@ -80,6 +82,8 @@ class Verb:
             if options.get(name) in (None, "", []):
                 raise ConfigError(f"covey {self.name} needs {what}")
         refuse_missing_places(options, self.places)
+        for name in WRITTEN & options.keys():
+            refuse_variable(spelled(name), str(options[name]))
         for flag in declared:
             flag.refuse_outside(options.get(flag.name))
         seed = options.get("seed", 0)
@@ -95,6 +99,10 @@ class Verb:
         near = "" if Path(config).exists() else did_you_mean(config, self.presets)
         if near:
             raise ConfigError(f"There is no file {config}.{near}")
+        if Path(config).suffix == ".py":
+            raise ConfigError(
+                f"{config} is a Python script, and covey {self.name} reads options: python {config} runs it."
+            )
         if not Path(config).exists() and Path(config).suffix.lower() not in (".yaml", ".yml", ".json"):
             raise ConfigError(
                 f"{config!r} is neither an option nor a configuration file. Options are written --name value; one that is "

@@ -115,10 +115,9 @@ def _missing(source: Any) -> Path:
 
 def _near(path: Path) -> str:
     """A sentence with the data set in the folder of `path` whose name is nearest, or an empty string."""
-    siblings = path.parent.iterdir() if path.parent.is_dir() else ()
-    return did_you_mean(
-        path.name, [sibling.name for sibling in siblings if sibling.is_dir() or _suffix(sibling) in FORMATS]
-    )
+    siblings = [*path.parent.iterdir()] if path.parent.is_dir() else []
+    here = [sibling.name for sibling in siblings if sibling.is_dir() or _suffix(sibling) in FORMATS]
+    return did_you_mean(path.name, [*here, *(["demo"] if path.name == str(path) else [])])
 
 
 _MALFORMED = (ValueError, OverflowError, TypeError, LookupError, RecursionError)

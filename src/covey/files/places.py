@@ -2,9 +2,10 @@
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from covey.errors import ArgumentTypeError, ConfigError, DataError, ModelError, did_you_mean
+from covey.errors import ArgumentTypeError, ConfigError, DataError, ModelError, RunFolderError, did_you_mean
 
 _FILES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".xz", ".bz2", ".safetensors", ".bin", ".gguf", ".pt", ".yaml", ".yml")  # fmt: skip
 _HUB_ID = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
@@ -68,6 +69,23 @@ def refuse_missing(name: str, what: str) -> None:
     hint = f"{did_you_mean(path.name, siblings)}{where}{server}"
     kind = DataError if is_data else ModelError
     raise kind(f"The {what} {name!r} does not exist.{hint}")
+
+
+def near_here(name: str, names: Iterable[str] = ()) -> str:
+    """A sentence with what is named like a model or data set that is not there: `demo`, `names`, a folder here. Empty for `owner/name`."""
+    return (
+        ""
+        if "/" in name
+        else did_you_mean(name, ["demo", *names, *(path.name for path in Path().iterdir() if path.is_dir())])
+    )
+
+
+def refuse_variable(name: str, text: str) -> None:
+    """Raise ConfigError where a folder or file to write begins with a variable of the shell, unless it is there."""
+    if re.search(r"\$[A-Za-z_{]", text) and not _exists(text):
+        raise RunFolderError(
+            f"{name} {text!r} names a variable of the shell, which is not read here; write it out, or ~ for $HOME."
+        )
 
 
 def expect_path(name: str, value: object) -> Path:

@@ -16,7 +16,7 @@ from covey.data.tokenizer import expect_words
 from covey.errors import ConfigError, CoveyError, ModelError, did_you_mean
 from covey.files.bounded import read_json
 from covey.files.hub import bounded_hub, hub_options
-from covey.files.places import refuse_missing
+from covey.files.places import near_here, refuse_missing
 from covey.models.longrope import follow_run
 from covey.models.passes import reads_media, unwrapped
 from covey.process.memory import is_out_of_memory
@@ -185,10 +185,11 @@ def as_model_errors(name: Any, kwargs: Mapping[str, Any] | None = None) -> Itera
 
 def _unloadable(name: Any, error: Exception, options: Sequence[str], *, is_reachable: bool) -> str:
     if not is_reachable and not Path(resolve_source(name)).exists():
-        return f"The model {str(name)!r} is neither a folder here nor in the cache, and the hub cannot be reached."
+        return f"The model {str(name)!r} is neither a folder here nor in the cache, and the hub cannot be reached.{near_here(str(name))}"
     if isinstance(error, TypeError) and options:
         return f"The model {str(name)!r} does not take {options[0]} of model_init_kwargs: {first_line(error)}"
-    return f"The model {str(name)!r} could not be loaded: {first_line(error)}"
+    hint = "" if Path(resolve_source(name)).exists() else near_here(str(name))
+    return f"The model {str(name)!r} could not be loaded: {first_line(error)}{hint}"
 
 
 def load_tokenizer(

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 from covey.errors import RunFolderError
+from covey.files.places import refuse_variable
 from covey.runs import checkpoint, completions, evaluations, traces
 from covey.runs.lock import CHECKPOINT, refuse_trespass
 from covey.runs.metrics import read
@@ -25,12 +26,8 @@ def checked(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if not text or "\0" in text:
         raise RunFolderError(f"output_dir {text!r} is not the path of a folder; give one such as runs/first.")
-    path = Path(text).expanduser()
-    if re.search(r"\$[A-Za-z_{]", text) and not path.exists():
-        raise RunFolderError(
-            f"output_dir {text!r} names a variable of the shell, which is not read here; write it out, or ~ for $HOME."
-        )
-    return path
+    refuse_variable("output_dir", text)
+    return Path(text).expanduser()
 
 
 def expect_usable(path: str | os.PathLike[str], resume: Path | None, restarts: bool) -> None:

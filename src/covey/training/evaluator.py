@@ -189,10 +189,13 @@ def best_checkpoint(state: Any, world: World) -> Path | None:
     """
     named = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
     if named is not None and world.is_main:
-        run_json = manifest.read(named.parent / manifest.NAME) or {}
-        moved = Path(run_json.get(manifest.MOVED_TO, named.parent), named.name)
-        if moved.is_dir() and not named.is_dir():
-            state.best_model_checkpoint, named = str(moved), moved
+        place, moves = named.parent, set[Path]()
+        while not (place / named.name).is_dir() and place not in moves:
+            moves.add(place)  # the folder of each move names the one of the move before
+            place = Path((manifest.read(place / manifest.NAME) or {}).get(manifest.MOVED_TO, place))
+        if place not in moves:
+            named = place / named.name
+            state.best_model_checkpoint = str(named)
         faults = checksums.problems(named) if named.is_dir() else ["gone"]
         if faults:
             is_now = f"is damaged ({'; '.join(faults)})" if named.is_dir() else "is not there any more"

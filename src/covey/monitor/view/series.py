@@ -15,6 +15,7 @@ _BLOCK = 4 << 20
 _TAIL = 64
 _LONGEST_LINE = 4 << 20
 """Bytes; a longer line holds no metrics, and is skipped in parts."""
+_NO_METRICS = ("step", "time", "clock_offset")
 _MOST_METRICS = 2000
 _MOST_NUMBERS = 1 << 25
 """Most numbers of all metrics and steps together: a quarter of a gigabyte, 500,000 steps of 66 metrics."""
@@ -120,7 +121,7 @@ class SeriesIndex:
     def _leave_out(self, columns: dict[str, np.ndarray], rows: int) -> None:
         """Drop new metrics beyond the limit."""
         room = min(_MOST_METRICS, _MOST_NUMBERS // (2 * max(rows, 1024)))
-        new = [name for name in columns if name not in self._columns and name not in ("step", "time")]
+        new = [name for name in columns if name not in (*self._columns, *_NO_METRICS)]
         for name in new[max(0, room - len(self._columns)) :]:
             del columns[name]
             self.trouble = f"{self.path.name} names more than {room} metrics; the others are left out."
@@ -129,9 +130,9 @@ class SeriesIndex:
         return int(self._columns["step"][self._rows - 1]) if self._rows else 0
 
     def names(self) -> list[str]:
-        """The metrics there are, sorted; `step` and `time` are none."""
+        """The metrics there are, sorted; the step and its times are none."""
         with self._lock:
-            return sorted(name for name in self._columns if name not in ("step", "time"))
+            return sorted(name for name in self._columns if name not in _NO_METRICS)
 
     def last_step(self) -> int:
         """The last indexed step; 0 when there is none."""
