@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_a
 from covey.errors import ConfigError, did_you_mean
 
 __all__ = [
-    "BelowOne", "Bound", "Count", "CountOrZero", "Finite", "Limit", "NotNegative", "Positive", "Range", "Share", "StepValue",
+    "BelowOne", "Bound", "Count", "CountOrZero", "Finite", "Limit", "Measured", "NotNegative", "Positive", "Range", "Share", "StepValue",
     "checked", "checked_dataclass", "expect_declared",
 ]  # fmt: skip
 F = TypeVar("F", bound=Callable[..., Any])
@@ -85,7 +85,10 @@ def expect_declared(part: Any) -> None:
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as checked_dataclass
+
+    Measured = float
 else:
+    Measured = Any  # a number that `prepare` takes from a step: NaN where the step's numbers are bad
 
     def checked_dataclass(**options: Any) -> Callable[[type], type]:
         """`dataclasses.dataclass` whose instances are checked by `expect_declared` as they are made, before their `__post_init__`."""

@@ -62,7 +62,7 @@ DOORS = {
     "datasets": lambda value: DatasetMixtureConfig(datasets=value),
     "Sandbox": lambda value: Sandbox(workers=value or -3),
     "Endpoint": covey.serving.Endpoint,
-    "PromptStream": lambda value: PromptStream(value, None),
+    "PromptStream": lambda value: PromptStream(value or 3, None),
     "CosineScaled": get_cosine_scaled_reward,
     "Repetition": lambda value: get_repetition_penalty_reward(value or 0, 1),
     "SoftOverlong": lambda value: get_soft_overlong_punishment(value, value),

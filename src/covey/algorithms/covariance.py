@@ -15,7 +15,7 @@ from torch import Tensor
 
 from covey.algorithms.composing import NO_TOTALS, masked_mean
 from covey.algorithms.ratios import ratio_of
-from covey.declared import Bound, Finite, NotNegative, Share, checked_dataclass
+from covey.declared import Bound, Finite, Measured, NotNegative, Share, checked_dataclass
 from covey.types import TokenBatch, Totals, precise, widest_float
 
 
@@ -23,10 +23,10 @@ from covey.types import TokenBatch, Totals, precise, widest_float
 class Covariance:
     """Means of a whole step, and the bound that its selection came to."""
 
-    mean_advantage: float
-    mean_logp: float
-    bound: float
-    tie: float = math.inf
+    mean_advantage: Measured
+    mean_logp: Measured
+    bound: Measured
+    tie: Measured = math.inf
     """Priority up to which tokens at the bound itself are selected."""
 
     def of(self, tokens: TokenBatch) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from covey.algorithms.control import Controller, current
 from covey.algorithms.teacher_signals import informed
 from covey.algorithms.teachers import TeacherRole
-from covey.declared import Count, Finite, NotNegative, Positive, checked_dataclass
+from covey.declared import Count, Finite, Measured, NotNegative, Positive, checked_dataclass
 from covey.errors import ConfigError
 from covey.types import Aggregate, Mean, Metric, TokenBatch, Totals
 
@@ -83,7 +83,7 @@ class Distill(TeacherRole):
     overlap_k: Count | None = None
     """Measure `teacher/overlap`, the share of the policy's k likeliest tokens that are among the teacher's (Li et al. 2026, "Rethinking
     On-Policy Distillation", <https://arxiv.org/abs/2604.13016>, and its code). None: not, which is cheaper."""
-    mean_weight: float | None = None
+    mean_weight: Measured | None = None
     """The mean of these weights, set by `prepare`."""
     aggregate: Aggregate | None = None
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from covey.declared import Bound, Limit, checked_dataclass
+from covey.declared import Bound, Limit, Measured, checked_dataclass
 from covey.errors import ConfigError
 from covey.types import Max, Mean, Metric, Min, TokenBatch, Totals
 
@@ -59,7 +59,7 @@ class Correction:
     normalize: bool = False
     limit: Limit | None = None
     against: Literal["old", "current"] = "old"
-    mean: float | None = None
+    mean: Measured | None = None
     """Divisor of `normalize`: the mean weight, set by `prepare`."""
     needs: ClassVar[tuple[str, ...]] = ("sampler_logp",)
 

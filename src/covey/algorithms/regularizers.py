@@ -11,7 +11,7 @@ from torch import Tensor
 
 from covey.algorithms.composing import needs_whole_step, prepared
 from covey.algorithms.control import Controller, current
-from covey.declared import Finite, NotNegative, Positive, Share, checked_dataclass
+from covey.declared import Finite, Measured, NotNegative, Positive, Share, checked_dataclass
 from covey.types import Aggregate, Last, Mean, Metric, StepReport, TokenBatch, Totals
 
 _ROUNDING = 1e-6
@@ -28,7 +28,7 @@ class TopEntropy:
     """
 
     share: Share = 0.2
-    bound: float | None = None
+    bound: Measured | None = None
     needs: ClassVar[tuple[str, ...]] = ("entropy",)
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
@@ -63,7 +63,7 @@ class EntropyBonus:
     coefficient: Finite | Controller = 0.01
     only: TopEntropy | None = None
     aggregate: Aggregate | None = None
-    scale: float | None = None
+    scale: Measured | None = None
     """Tokens that count per token that `only` selects, once `prepare` has counted the step."""
     needs: ClassVar[tuple[str, ...]] = ("entropy",)
 

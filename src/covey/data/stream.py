@@ -59,7 +59,7 @@ class PromptStream:
     @checked
     def __init__(
         self,
-        dataset: Iterable[Any],
+        dataset: Iterable[Any] | None,
         tokenizer: Any,
         *,
         processor: Any = None,
