@@ -56,7 +56,7 @@ def weights_to_write(model: torch.nn.Module, world: World) -> dict[str, Any] | N
     if not are_split(model):
         return None
     expect_finite_end(model, world)
-    also = world.broadcast(names_to_write(model))
+    also = world.broadcast(names_to_write(model) if world.is_main else set())  # may ask the hub
     return whole_state(model, trained_only=has_adapter(model), also=also, keeps=world.is_main)
 
 
