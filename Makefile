@@ -118,6 +118,7 @@ gpu-first:               ## its most telling part, in two minutes: a step of 0.5
 test-vllm: $(DEV) $(VLLM)/.installed   ## a real vLLM server on this CPU, killed, frozen and lied to; vLLM in this process
 	COVEY_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest tests/vllm_server -m vllm -n 0 -s
 	$(VLLM)/bin/python -m pytest tests/rollout/test_vllm_sampler.py -p no:cacheprovider
+	PYTHONPATH=tests/vllm_server/second_runner $(VLLM)/bin/python -m pytest tests/rollout/test_vllm_sampler.py -k "not regular" -p no:cacheprovider   # whose kernel Triton's interpreter refuses
 
 $(VLLM)/.installed:      ## vLLM for CPUs beside Covey; its extras for images and sound are of other builds of torch
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
