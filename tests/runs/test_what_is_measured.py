@@ -17,6 +17,7 @@ ELSEWHERE = {
     *(
         "clock_offset",
         "aux_loss",
+        "completions/closed_thoughts_ratio",
         "experts/max_load",
         "experts/entropy",
         "experts/changed",
