@@ -116,6 +116,15 @@ def test_a_model_of_an_earlier_release_of_transformers_is_merged(models, tmp_pat
     assert all(torch.equal(weight, expected[name]) for name, weight in merged.items())
 
 
+def test_a_disk_that_refuses_modes_of_files_takes_a_merge(models, tmp_path, monkeypatch):
+    def refuse(*arguments, **options):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.chmod", refuse)
+    merge_models(models[1:3], tmp_path / "merged", Recipe())
+    assert (tmp_path / "merged" / "tokenizer_config.json").is_file()
+
+
 @pytest.mark.parametrize("stored", [(0, 1, 2), (1,)], ids=str)
 def test_an_output_layer_that_is_tied_stays_tied(models, tmp_path, stored):
     """Files of earlier releases hold it twice; DARE would drop other entries of it than of the embeddings, and transformers load both."""

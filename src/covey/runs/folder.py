@@ -323,7 +323,7 @@ class RunFolder:
             target = output_dir.new_previous(self.path)
             for name in ("run.json", "metrics.jsonl"):
                 if (self.path / name).is_file():
-                    shutil.copy2(self.path / name, target / name)
+                    shutil.copyfile(self.path / name, target / name)
             for path in later:
                 os.rename(path, target / path.name)
             warnings.warn(

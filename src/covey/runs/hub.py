@@ -237,7 +237,7 @@ def _linked(source: Any, target: Any) -> None:
     try:
         os.link(source, target)
     except OSError:  # a file system without hard links
-        shutil.copy2(source, target)
+        shutil.copyfile(source, target)
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -149,7 +149,7 @@ def _write(out: Path, source: Path, config: dict[str, Any], tensors: dict[str, T
         described = {**config, "r": rank, "lora_alpha": rank, "use_rslora": False}
         (out / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
         for file in source.glob("tokenizer*"):
-            shutil.copy2(file, out / file.name)
+            shutil.copyfile(file, out / file.name)
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)
         raise

@@ -176,7 +176,7 @@ def _copy_rest(source: Path, out: Path, dtype: torch.dtype | None) -> None:
     for pattern in _COPIED:
         for file in source.glob(pattern):
             if file.name not in _LEFT:
-                shutil.copy2(file, out / file.name)
+                shutil.copyfile(file, out / file.name)
     if dtype is not None:
         name_dtype(out, dtype)
 
