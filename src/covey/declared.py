@@ -166,7 +166,7 @@ def _plain(kind: Any) -> Any:
 
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
-        return any(value is word or (isinstance(value, type(word)) and value == word) for word in get_args(kind))
+        return any(value is word or (_fits(value, type(word)) and value == word) for word in get_args(kind))
     if kind is float:
         return is_number(value)
     if kind is int:
@@ -176,7 +176,8 @@ def _fits(value: Any, kind: Any) -> bool:
     cls = get_origin(kind) or kind
     if kind is Any or not isinstance(cls, type) or getattr(cls, "_is_runtime_protocol", True) is False:
         return kind is Any or not isinstance(value, (str, bool, type(None)))
-    return isinstance(value, cls) or not isinstance(value, (str, int, float, type(None)))
+    is_exact = getattr(cls, "_is_runtime_protocol", False)
+    return isinstance(value, cls) or not (is_exact or isinstance(value, (str, int, float, type(None))))
 
 
 def is_number(value: Any) -> bool:

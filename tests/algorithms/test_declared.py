@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
+from signal_cases import batch
 
 from covey import algorithms as alg
 from covey.errors import ConfigError
+from covey.rewards import BUILTIN
 
 
 @pytest.mark.parametrize(
@@ -64,3 +69,25 @@ def test_a_rule_within_a_teacher_and_a_part_within_a_part_are_looked_at():
 def test_values_that_would_turn_a_part_round_or_change_nothing_are_refused(make, sentence):
     with pytest.raises(ConfigError, match=sentence):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: alg.sdar(weight=[0.1]), r"weight=\[0.1\] must be a number \(above 0\) or a Controller"),
+        (lambda: alg.TeacherReweighted(strength=[]), r"strength=\[\] must be a number .* or a Controller"),
+        (lambda: BUILTIN["rouge"](kind=True), "kind=True must be '1', '2', 'L', 1 or 2"),
+    ],
+)
+def test_a_list_is_no_controller_and_true_is_no_1(make, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        make()
+
+
+@pytest.mark.parametrize("make", [alg.Clipped, alg.GSPOToken, alg.GMPO, alg.DPPO, alg.ClipCov])
+def test_an_infinite_clip_range_is_no_limit_below_either(make):
+    """As far as 1e9 from 1 a ratio of these tokens does not go."""
+    tokens = batch()
+    free, wide = (make(low=low, high=low)(tokens) for low in (math.inf, 1e9))
+    assert free.isfinite().all()
+    assert torch.equal(free, wide)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from covey.algorithms.composing import NO_TOTALS, masked_mean
 from covey.algorithms.ratios import ratio_of
-from covey.declared import Bound, Finite, Measured, NotNegative, Share, checked_dataclass
+from covey.declared import Bound, Finite, Measured, Share, checked_dataclass
 from covey.types import TokenBatch, Totals, precise, widest_float
 
 
@@ -50,7 +50,7 @@ class ClipCov:
     changes it.
     """
 
-    low: NotNegative = 0.2
+    low: Bound = 0.2
     high: Bound = 0.2
     share: Share = 2e-4
     lower: float = 1.0

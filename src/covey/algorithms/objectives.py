@@ -11,7 +11,7 @@ from torch import Tensor
 
 from covey.algorithms.composing import clip_metrics
 from covey.algorithms.ratios import Level, ratio_of
-from covey.declared import Bound, Limit, NotNegative, Range, checked_dataclass
+from covey.declared import Bound, Limit, Range, checked_dataclass
 from covey.types import Metric, TokenBatch
 
 
@@ -32,7 +32,7 @@ class Clipped:
     `level="sequence"` is GSPO. `limit` clips the log-ratio to `+-limit` (verl: 20).
     """
 
-    low: NotNegative = 0.2
+    low: Bound = 0.2
     high: Bound | None = None
     delta: Limit | None = None
     dual: Annotated[float, Range(above=1, may_be_infinite=True)] | None = None

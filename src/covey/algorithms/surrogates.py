@@ -72,7 +72,7 @@ class GSPOToken:
     sequence. Zheng et al. 2025, section 4.3.
     """
 
-    low: NotNegative = 3e-4
+    low: Bound = 3e-4
     high: Bound = 4e-4
     limit: Limit = 10.0
     scales_with_advantage = True
@@ -166,7 +166,7 @@ class DPPO:
     sampler where it said its log-probabilities, so no further correction is due.
     """
 
-    low: NotNegative = 0.2
+    low: Bound = 0.2
     high: Bound = 0.2
     measure: Literal["tv", "kl"] = "tv"
     ceiling: Limit = 20.0
@@ -206,7 +206,7 @@ class GMPO:
     own geometric mean. `guard` is added to the lengths (verl: 1e-8). Zhao et al. 2025.
     """
 
-    low: NotNegative = 0.4
+    low: Bound = 0.4
     high: Bound | None = None
     only: Weight | None = None
     correction: Weight | None = None

@@ -81,7 +81,7 @@ def near_here(name: str, names: Iterable[str] = ()) -> str:
 
 
 def refuse_variable(name: str, text: str) -> None:
-    """Raise ConfigError where a folder or file to write begins with a variable of the shell, unless it is there."""
+    """Raise RunFolderError where a folder or file to write names a variable of the shell, unless it is there."""
     if re.search(r"\$[A-Za-z_{]", text) and not _exists(text):
         raise RunFolderError(
             f"{name} {text!r} names a variable of the shell, which is not read here; write it out, or ~ for $HOME."

@@ -39,7 +39,6 @@ _DATACLASSES: dict[str, type] = {
         *get_args(types.Metric),
     )
 }
-"""Fields of dataclasses by their name in checkpoints before sounds."""
 _STORED_DTYPES = frozenset(
     getattr(torch, name)
     for name in (
