@@ -4,13 +4,16 @@ import asyncio
 import importlib.util
 import json
 import math
+import shutil
 import sys
 
+import huggingface_hub
 import pytest
 import torch
 
 from covey.cli import main
 from covey.data import load
+from covey.data.harbor import task_folders
 from covey.environments import EnvironmentPool, HarborEnv, HarborSpec
 from covey.environments.harbor import AGENTS
 from covey.errors import ConfigError, DataError
@@ -49,6 +52,26 @@ def test_a_row_is_the_instruction_as_it_is_with_the_metadata_of_its_task_and_not
     assert "solution" not in str(rows)
     assert "verifier" not in str(rows)
     assert next(iter(load(f"harbor:{folder}")))["task_dir"] == str(folder / "tasks" / "a")
+
+
+def test_a_column_of_pictures_is_none_of_the_metadata(folder):
+    """`image` in a task's metadata is a container's, and no picture for the model."""
+    task(folder / "tasks" / "c", '[metadata]\nimage = "ubuntu:24.04"\nprompt = "x"\ncategory = "c"\n')
+    rows = load(f"harbor:{folder}")
+    assert {"image", "images"}.isdisjoint(rows.column_names)
+    assert (rows[2]["category"], rows[2]["prompt"][0]["content"]) == ("c", WRITE_4)
+
+
+def test_a_data_set_of_the_hub_is_looked_up_once_for_all_environments(folder, monkeypatch):
+    hub = folder / "hub"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
+    stored = hub / "datasets--org--tasks"
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(folder / "tasks", stored / "snapshots" / ("0" * 40))
+    assert [path.name for path in task_folders("org/tasks")] == ["a", "b"]
+    (stored / "refs" / "main").unlink()  # a second look-up would fail
+    assert [row["task"] for row in HarborSpec("org/tasks", num_tasks=1).train_dataset] == ["a"]
 
 
 def test_the_spec_chooses_tasks_by_their_number_or_place(folder):

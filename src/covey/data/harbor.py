@@ -3,14 +3,18 @@
 import json
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from covey.data.media.kinds import MEDIA_COLUMNS
+from covey.data.rendering import ROW_COLUMNS
 from covey.errors import ConfigError, DataError, did_you_mean, first_line
 from covey.files.hub import bounded_hub
 from covey.files.places import looks_local
 
-COLUMNS = ("prompt", "task", "task_dir", "task_index")
+COLUMNS = (*ROW_COLUMNS, *MEDIA_COLUMNS, "task", "task_dir", "task_index")
+"""Names that no column of the metadata has: an `image` there is a container's."""
 _CANARY = re.compile(r"(?:(?:<!--.*canary.*-->|#.*canary.*)\s*\n)+\s*", re.IGNORECASE)
 """Lines at the top of an instruction that mark it as data of a benchmark; Harbor hides them from agents too."""
 
@@ -109,6 +113,7 @@ def _column(values: list[Any]) -> list[Any]:
     return [None if value is None else json.dumps(value, default=str) for value in values]
 
 
+@cache
 def _downloaded(source: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
