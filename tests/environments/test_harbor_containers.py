@@ -80,7 +80,12 @@ def ended(tmp_path_factory, image):
     seen: dict[str, list[str]] = {name: [] for name in environments}
 
     def act(name: str) -> None:
-        for command in ("ls / /tests /solution; echo 4 > /answer", "cat /answer; exit 3", "true", "sleep 3"):
+        for command in (
+            "ls / /tests /solution; echo 4 > /answer",
+            "cat /answer; exit 3",
+            "true",
+            "echo '  x'; sleep 3; exit 1",
+        ):
             try:
                 seen[name].append(environments[name].bash(command))
             except (RuntimeError, TimeoutError) as error:
@@ -109,12 +114,13 @@ def ended(tmp_path_factory, image):
 
 def test_a_model_sees_what_its_commands_print_and_nothing_of_the_verifier(ended):
     seen, _, is_over = ended
-    listed, second, third, _ = seen["right"]
+    listed, second, third, fourth = seen["right"]
     assert listed.startswith("/:\n") or "/:\n" in listed
     assert "/tests: No such file" in listed
     assert "/solution: No such file" in listed
     assert second == "4\n\n[exit code 3]"
     assert third == "[exit code 0]"
+    assert fourth == "  x\n\n[exit code 1]"
     assert not is_over["right"]
 
 
@@ -183,11 +189,17 @@ def test_the_next_run_removes_and_names_what_a_killed_one_left(tmp_path, caplog)
     [left] = projects()
     from covey.environments import harbor_trial
 
+    unfinished = f"{harbor_trial._HOST}-{2**22 + 1}-1-0"  # a run that was killed before its container was made
+    labels = [f"--label=com.docker.compose.{label}" for label in (f"project={unfinished}", "network=default")]
+    subprocess.run(["docker", "network", "create", *labels, f"{unfinished}_default"], check=True, capture_output=True)
     harbor_trial.expect_ready.cache_clear()
     with caplog.at_level(logging.WARNING):
         harbor_environment(str(tmp_path))().close()
-    assert f"a killed run had left: {left}" in caplog.text
+    assert "that a killed run had left: " in caplog.text
+    assert left in caplog.text
     assert not projects()
+    listed = subprocess.run(["docker", "network", "ls"], capture_output=True, text=True, check=True).stdout
+    assert unfinished not in listed
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.8, 2.0])

@@ -50,7 +50,7 @@ class HarborEnv:
             raise ConfigError(f"Harbor needs Python 3.12 or newer; this is {sys.version.split()[0]}.")
         with needed("Harbor's tasks need harbor", "harbor"):
             from covey.environments import harbor_trial
-        harbor_trial.expect_ready(environment_type, () if folder is None else tuple(tasks.task_folders(folder)))
+        harbor_trial.expect_ready(environment_type, folder)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -82,7 +82,7 @@ class HarborEnv:
             output, code = self._sandbox.execute(command, timeout)
         finally:
             self.is_over = self._sandbox.is_over
-        return output if code == 0 and output else f"{output}\n[exit code {code}]".lstrip()
+        return output if code == 0 and output else "\n".join(filter(None, (output, f"[exit code {code}]")))
 
     async def _setup(self, environment: Any) -> None:
         """Prepare the sandbox, a `BaseEnvironment` of Harbor, before the first command; for subclasses."""

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import copy_context
@@ -27,6 +27,7 @@ from harbor.models.task.task import Task
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
 from harbor.trial.trial import Trial
 
+from covey.data.harbor import task_folders
 from covey.environments.tools import MAX_CHARACTERS
 from covey.errors import ConfigError, DataError, message_of
 
@@ -87,10 +88,8 @@ class Sandbox:
         self._give_slot()
         try:
             await self.setup(environment)
-            self._environment, self._context = (
-                environment,
-                copy_context(),
-            )  # with Harbor's user and variables for agents
+            self._environment = environment
+            self._context = copy_context()  # with Harbor's user and variables for agents
             self._started.set()
             await self._ends.wait()
             await self._take_slot()
@@ -160,10 +159,8 @@ class Sandbox:
 
     async def _stop(self) -> None:
         if self._trial is not None and not self._judged.is_set():
-            if (
-                not self._started.is_set()
-            ):  # a client of docker that outlives the trial would start what is being removed
-                _end_children(self.name)
+            if not self._started.is_set():
+                _end_children(self.name)  # a client of docker that outlives the trial would start what is being removed
             self._trial.cancel()
 
     async def _take_slot(self) -> None:
@@ -218,8 +215,9 @@ class Seat(BaseAgent):  # type: ignore[misc]
 
 
 @cache
-def expect_ready(kind: str, folders: Sequence[Path]) -> None:
-    """Raise ConfigError where no sandbox of this kind can start, DataError for a task that Harbor refuses. Removes what killed runs left."""
+def expect_ready(kind: str, source: str | None) -> None:
+    """Raise ConfigError where no sandbox of this kind can start, DataError for a task of `source` that Harbor refuses. Removes what
+    killed runs left."""
     try:
         EnvironmentFactory.run_preflight(EnvironmentType(kind))
     except (SystemExit, Exception) as error:
@@ -228,7 +226,7 @@ def expect_ready(kind: str, folders: Sequence[Path]) -> None:
         if kind == "docker" and _engine("docker", "compose", "version") is None:
             raise ConfigError("Harbor starts containers by `docker compose`, which is missing; install its version 2.")
         _remove_leftovers(kind)
-    for folder in folders:
+    for folder in () if source is None else task_folders(source):
         try:
             task = Task(folder)
         except (ValueError, OSError, RuntimeError) as error:
@@ -252,14 +250,15 @@ def _stop_all() -> None:
 
 
 def _remove_leftovers(kind: str) -> None:
-    """Remove containers of killed processes of this machine, and name them."""
-    listed = _engine(kind, "ps", "--all", "--format", '{{.Label "com.docker.compose.project"}}') or ""
-    matches = [_PROCESS.match(project) for project in sorted(set(listed.split()))]
+    """Remove containers and networks of killed processes of this machine, and name them."""
+    form = ("--format", '{{.Label "com.docker.compose.project"}}')
+    listed = [_engine(kind, *words, *form) or "" for words in (("ps", "--all"), ("network", "ls"))]
+    matches = [_PROCESS.match(project) for project in sorted(set(" ".join(listed).split()))]
     gone = [match.string for match in matches if match and not _is_alive(int(match[1]), int(match[2]))]
     for project in gone:
         _engine(kind, "compose", "--project-name", project, "down", "--volumes", "--remove-orphans", "--timeout", "0")
     if gone:
-        logger.warning("removed containers that a killed run had left: %s", ", ".join(gone))
+        logger.warning("removed containers and networks that a killed run had left: %s", ", ".join(gone))
 
 
 def _engine(*command: str) -> str | None:
