@@ -163,11 +163,18 @@ def test_a_completion_that_closes_its_thoughts_or_ends_in_time_is_that_of_a_run_
         ("<think>\nOkay</think> It", "is", False),
         ("Write <think> first.<|im_end|>\n<|im_start|>assistant\n", "hm", False),
         ("<|im_end|>\n<|im_start|>assistant\n<think>\nOkay", "hm", True),
+        ("Put thoughts behind <think> first. 2 + 2 =", "4", False),
     ],
 )
 def test_thoughts_are_open_from_their_mark_until_they_are_closed(before, turn, is_open):
     budget = ThinkingBudget.of(tiny_tokenizer(), 4)
     assert budget.is_thinking(ids(f"1 + 1 {before}"), ids(turn)) == is_open
+
+
+def test_a_mark_that_holds_a_control_token_opens_thoughts_too():
+    marks = ThoughtMarks("<|im_start|>thought", "<|im_end|>", "thinking")
+    assert marks.are_open(tiny_tokenizer(), ids("1 + 1 <|im_start|>thought\n"))
+    assert not marks.are_open(tiny_tokenizer(), ids("1 + 1 <|im_start|>thought\nhm<|im_end|>"))
 
 
 def test_thoughts_that_end_with_a_message_are_refused(monkeypatch):

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from covey.data.rendering import THOUGHT_FIELDS, control_ids
@@ -26,11 +27,17 @@ class ThoughtMarks:
         return ThoughtStream(self, is_open).push(text, is_end=True)
 
     def are_open(self, tokenizer: Any, prompt_ids: Sequence[int]) -> bool:
-        """True where a prompt ends in thoughts: behind its last control token, such as the one that begins a turn, they are opened and not closed."""
+        """True where a prompt ends in thoughts: with the word that opens them, or in a turn, the text behind the last control token, that
+        does not close them behind that word. Where text of its line stands on both sides, the word is spoken of, and opens nothing."""
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
+        if decode(list(prompt_ids[-16:])).rstrip().endswith(self.opens):
+            return True
         marks = {*control_ids(tokenizer)} - {*tokenizer.convert_tokens_to_ids([self.opens, self.closes])}
         begin = next((i for i in range(len(prompt_ids), 0, -1) if prompt_ids[i - 1] in marks), 0)
-        turn: str = tokenizer.decode(list(prompt_ids[begin:]), skip_special_tokens=False)
-        return turn.rfind(self.opens) > turn.rfind(self.closes)
+        turn: str = decode(list(prompt_ids[begin:]))
+        before, word, behind = turn.rpartition(self.opens)
+        is_spoken_of = before.rpartition("\n")[2].strip() and behind.partition("\n")[0].strip()
+        return bool(word) and self.closes not in behind and not is_spoken_of
 
 
 _marks: dict[str, ThoughtMarks | None] = {}
