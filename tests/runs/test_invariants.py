@@ -240,3 +240,13 @@ def test_a_fingerprint_tells_any_single_value_and_nothing_else(dtype: torch.dtyp
     assert fingerprints({"x": x, "none": torch.zeros(0)}) == fingerprints({"x": other, "none": torch.zeros(0)})
     other[4, 2] = 0
     assert fingerprints({"x": x}) != fingerprints({"x": other})
+
+
+class Thinned(torch.nn.Dropout):
+    """As remote code names a layer of its own."""
+
+
+def test_dropout_is_off_in_layers_of_another_name() -> None:
+    layer, ones = torch.nn.Sequential(Thinned(0.5)).train(), torch.ones(64)
+    disable_dropout(layer)
+    assert torch.equal(layer(ones), ones)

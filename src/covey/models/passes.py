@@ -129,7 +129,8 @@ def dropouts(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     for module in model.modules():
         fields = vars(module)
         for name in fields:
-            if not name.endswith(("dropout", "layerdrop")) and (name != "p" or "Dropout" not in type(module).__name__):
+            is_layers = name == "p" and (isinstance(module, nn.Dropout) or "Dropout" in type(module).__name__)
+            if not is_layers and not name.endswith(("dropout", "layerdrop")):
                 continue
             is_dict = isinstance(fields[name], dict)
             place = fields[name] if is_dict else fields
