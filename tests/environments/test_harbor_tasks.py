@@ -80,6 +80,7 @@ def test_the_spec_chooses_tasks_by_their_number_or_place(folder):
     assert "difficulty" not in HarborSpec(folder, include_metadata=False).train_dataset.column_names
     functions = HarborSpec(folder, rewards=["right", "short"]).reward_funcs
     assert [function.__name__ for function in functions] == ["right", "short"]
+    assert HarborSpec(folder, rewards="right").reward_funcs.__name__ == "right"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,10 @@ def test_the_spec_chooses_tasks_by_their_number_or_place(folder):
     [
         ({"indices": [2]}, "indices=2 is no place in the 2 tasks"),
         ({"num_tasks": 1, "indices": [0]}, "give one of them"),
-        ({"num_tasks": 0}, "give at least 1"),
+        ({"num_tasks": 0}, r"num_tasks=0 must be .*at least 1"),
+        ({"num_tasks": "2"}, "num_tasks='2' must be"),
+        ({"indices": 1}, "indices=1 must be"),
+        ({"at_once": 0}, r"at_once=0 must be .*at least 1"),
         ({"agent": "bahs"}, "Did you mean bash"),
         ({"agent": dict}, "a subclass of HarborEnv"),
     ],

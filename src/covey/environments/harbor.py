@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.data import harbor as tasks
+from covey.declared import Count, checked
 from covey.environments.tools import tool
 from covey.errors import ConfigError, DataError, RewardError, needed
 from covey.names import find
@@ -41,8 +42,12 @@ class HarborEnv:
     PROMPT_SUFFIX = ""
     """Text after the instruction, where `reset` writes the prompt."""
 
-    def __init__(self, environment_type: str = "docker", *, folder: str | None = None, at_once: int = _AT_ONCE) -> None:
-        self.environment_type, self.folder, self.at_once = environment_type, folder, at_once
+    @checked
+    def __init__(
+        self, environment_type: str = "docker", *, folder: str | Path | None = None, at_once: Count = _AT_ONCE
+    ) -> None:
+        self.environment_type, self.at_once = environment_type, at_once
+        self.folder = None if folder is None else str(folder)
         self.is_over = False
         """True once the task's `[agent] timeout_sec` are over, or its sandbox is lost."""
         self._sandbox: Sandbox | None = None
@@ -50,7 +55,7 @@ class HarborEnv:
             raise ConfigError(f"Harbor needs Python 3.12 or newer; this is {sys.version.split()[0]}.")
         with needed("Harbor's tasks need harbor", "harbor"):
             from covey.environments import harbor_trial
-        harbor_trial.expect_ready(environment_type, folder)
+        harbor_trial.expect_ready(environment_type, self.folder)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -156,23 +161,23 @@ class HarborSpec:
     in order of their names. `rewards`: names in `reward.json`, a reward function each. The others are those of `rows` and `HarborEnv`.
     """
 
+    @checked
     def __init__(
         self,
-        dataset: str,
+        dataset: str | Path,
         *,
         agent: str | type[HarborEnv] = "bash",
         environment_type: str = "docker",
-        num_tasks: int | None = None,
+        num_tasks: Count | None = None,
         indices: Sequence[int] | None = None,
         include_metadata: bool = True,
-        rewards: Sequence[str] = ("reward",),
-        at_once: int = _AT_ONCE,
+        rewards: str | Sequence[str] = ("reward",),
+        at_once: Count = _AT_ONCE,
     ) -> None:
         if num_tasks is not None and indices is not None:
             raise ConfigError("num_tasks and indices both choose tasks; give one of them.")
-        if num_tasks is not None and num_tasks < 1:
-            raise ConfigError(f"num_tasks={num_tasks} leaves no task; give at least 1.")
-        self.dataset, self.include_metadata, self.rewards = str(dataset), include_metadata, tuple(rewards)
+        self.dataset, self.include_metadata = str(dataset), include_metadata
+        self.rewards = (rewards,) if isinstance(rewards, str) else tuple(rewards)
         places = range(min(num_tasks, len(tasks.task_folders(self.dataset)))) if num_tasks is not None else indices
         self.places = None if places is None else list(places)
         self.environment_factory: Callable[[], HarborEnv] = partial(
@@ -199,7 +204,7 @@ class HarborSpec:
 
 
 def harbor_environment(
-    folder: str, environment_type: str = "docker", at_once: int = _AT_ONCE
+    folder: str | Path, environment_type: str = "docker", at_once: int = _AT_ONCE
 ) -> Callable[[], HarborEnv]:
     """A factory for `environment_factory` from a folder of tasks; its environments score their own episodes."""
     return partial(HarborTask, environment_type=environment_type, folder=folder, at_once=at_once)
