@@ -1,5 +1,6 @@
 """Tasks in real containers, by Harbor and docker: what a model sees, what verifiers give, and what is left behind."""
 
+import asyncio
 import gc
 import importlib.util
 import json
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 from transformers import set_seed
@@ -228,6 +230,24 @@ def test_a_subclass_prepares_its_sandbox_and_a_command_that_prints_without_end_i
     with pytest.raises(RuntimeError, match="timed out"):
         environment._exec("sleep 9", timeout=1)
     environment.close()
+
+
+def test_a_command_whose_end_harbor_waits_for_without_end_is_answered():
+    from covey.environments.harbor_trial import _run
+
+    class Stuck:
+        def scoped_output_callback(self, callback):
+            self.callback = callback
+            return nullcontext()
+
+        async def exec(self, command, timeout_sec):
+            try:
+                await self.callback("y" * 3_000_000, "stdout")
+            finally:
+                await asyncio.Event().wait()
+
+    with pytest.raises(RuntimeError, match="printed more than"):
+        asyncio.run(asyncio.wait_for(_run(Stuck(), "yes", 180.0), 5))
 
 
 def test_what_cannot_start_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):

@@ -37,7 +37,10 @@ logging.getLogger("harbor.utils.logger").setLevel(logging.WARNING)  # it sets it
 _HOST = f"covey-{zlib.crc32(platform.node().encode()):08x}"
 _PROCESS = re.compile(rf"{_HOST}-(\d+)-(\d+)-")
 _MOST_PRINTED = 100 * MAX_CHARACTERS
+_FLOOD = f"the command printed more than {_MOST_PRINTED:,} characters and was ended"
 _LATE = "the time for this task is over"
+_ENDING_SECONDS = 10.0
+"""For Harbor to end a command that is late."""
 _LOOP = asyncio.new_event_loop()
 """One event loop for all trials, in a thread of its own: Harbor's locks belong to it."""
 threading.Thread(target=_LOOP.run_forever, name="covey-harbor", daemon=True).start()
@@ -174,17 +177,36 @@ class Sandbox:
 
 
 async def _run(environment: Any, command: str, seconds: float) -> tuple[str, int]:
-    """(output, exit code). A command that prints far more than a model reads is ended."""
-    printed = 0
+    """(output, exit code). A command that prints far more than a model reads is ended.
+
+    Harbor ends a command by waiting for its client, which may take for ever where its output is not read; so nobody waits for Harbor.
+    """
+    printed, flood = 0, asyncio.Event()
 
     async def count(text: str, stream: Any) -> None:
         nonlocal printed
         printed += len(text)
         if printed > _MOST_PRINTED:
-            raise RuntimeError(f"the command printed more than {_MOST_PRINTED:,} characters and was ended")
+            flood.set()
+            raise RuntimeError(_FLOOD)
 
-    with environment.scoped_output_callback(count):
-        done = await environment.exec(command, timeout_sec=max(1, round(seconds)))
+    async def execute() -> Any:
+        with environment.scoped_output_callback(count):
+            return await environment.exec(command, timeout_sec=max(1, round(seconds)))
+
+    work, flooded = asyncio.create_task(execute()), asyncio.create_task(flood.wait())
+    try:
+        await asyncio.wait({work, flooded}, timeout=seconds + _ENDING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise (
+                RuntimeError(_FLOOD)
+                if flood.is_set()
+                else TimeoutError(f"the command did not end in {seconds:g} seconds")
+            )
+        done = work.result()
+    finally:
+        work.cancel()
+        flooded.cancel()
     return "".join(filter(None, (done.stdout, done.stderr))), done.return_code
 
 
