@@ -247,9 +247,8 @@ def loads_of_step(policy: Any, micro_batcher: MicroBatcher, world: World, rows: 
     if policy.auxiliary_coefficient == 0 or (world.size == 1 and len(micro_batcher.batches(rows)) < 2):
         return None
 
-    counts_here = (
-        policy.context is None or policy.context.rank == 0
-    )  # each process of a context has the loads of all its tokens
+    # each process of a context has the loads of all its tokens
+    counts_here = policy.context is None or policy.context.rank == 0
 
     def count() -> list[Tensor]:
         batches = micro_batcher.each(rows, factor=2)
