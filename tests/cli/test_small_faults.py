@@ -132,6 +132,11 @@ def test_a_misspelt_model_or_data_set_is_told_the_nearest_name(tmp_path, monkeyp
             load_model(model)
     with pytest.raises(DataError, match=r"Did you mean demo\?"):
         load("dmeo")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ModelError, match=r"Did you mean demo\?"):
+        load_model("dmeo")
     with pytest.raises(ModelError) as error:
         load_model("somebody/demo")
     assert "Did you mean" not in str(error.value)

@@ -37,7 +37,7 @@ def header_lines(args: Args, overrides: Mapping[str, Any]) -> list[str]:
 
 
 def rows_line(dataset: Any) -> str:
-    """How many prompts there are, once they are read."""
+    """Number of prompts, once they are read."""
     return _entry("rows", f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream")
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from covey.errors import ArgumentTypeError, ConfigError, DataError, ModelError, RunFolderError, did_you_mean
@@ -73,11 +74,12 @@ def refuse_missing(name: str, what: str) -> None:
 
 def near_here(name: str, names: Iterable[str] = ()) -> str:
     """A sentence with what is named like a model or data set that is not there: `demo`, `names`, a folder here. Empty for `owner/name`."""
-    return (
-        ""
-        if "/" in name
-        else did_you_mean(name, ["demo", *names, *(path.name for path in Path().iterdir() if path.is_dir())])
-    )
+    if "/" in name:
+        return ""
+    folders: list[str] = []
+    with suppress(OSError):  # a working folder that is gone, or cannot be read
+        folders = [path.name for path in Path().iterdir() if path.is_dir()]
+    return did_you_mean(name, ["demo", *names, *folders])
 
 
 def refuse_variable(name: str, text: str) -> None:
