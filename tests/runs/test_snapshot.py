@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from covey.process.memory import free_memory
 from covey.runs import serialization
 from covey.runs.snapshot import Background, bytes_to_copy, weights_now
+from covey.types import Media, Prompt
 from kit import tiny_model
 
 
@@ -117,3 +118,18 @@ def test_free_memory_is_that_of_the_tightest_control_group(kind: str, tmp_path: 
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert free_memory(tmp_path) == free
+
+
+def test_prompts_with_images_of_earlier_checkpoints_are_read(tmp_path: Path) -> None:
+    """Before sounds, `Media` was `PromptImages`, and the prompt's field `images`."""
+    media = Media(tensors={"pixel_values": torch.arange(6.0).view(2, 3)}, count=2, previews=(b"\x89PNG",))
+    prompt = Prompt(uid="0:1", token_ids=(3, 4), media=media, columns={"images": ["three.png"]})
+    serialization.write(serialization.snapshot({"prompt": prompt}), tmp_path / "state")
+    for path in tmp_path.rglob("*.json"):
+        text = path.read_text()
+        assert '"Media"' in text
+        path.write_text(text.replace('"Media"', '"PromptImages"').replace('"media":', '"images":'))
+    back = serialization.read(tmp_path / "state")["prompt"]
+    assert back.media.names == media.names
+    assert back.columns == {"images": ["three.png"]}
+    assert torch.equal(back.media.tensors["pixel_values"], media.tensors["pixel_values"])

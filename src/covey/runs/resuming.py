@@ -114,8 +114,11 @@ def differences(
 
 
 def expect_same_model(place: Path, before: Any, now: Mapping[str, Any]) -> None:
-    """Raise ConfigError where `provenance.model_facts` of a checkpoint and of the model tell two kinds of model."""
-    facts = before if isinstance(before, Mapping) else {}
+    """Raise ConfigError where `provenance.model_facts` of a checkpoint and of the model tell two kinds of model.
+
+    Facts of an earlier version name no set of rotary factors: every run took the short one.
+    """
+    facts = {"rope_factors": "short", **(before if isinstance(before, Mapping) else {})}
     for name, what in _OF_THE_MODEL.items():
         if facts.get(name) is not None and now.get(name) is not None and facts[name] != now[name]:
             raise _refusal(place, what, facts[name], now[name], _HOLDS)

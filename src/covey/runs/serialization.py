@@ -39,6 +39,9 @@ _DATACLASSES: dict[str, type] = {
         *get_args(types.Metric),
     )
 }
+_DATACLASSES["PromptImages"] = types.Media  # its name in checkpoints before sounds
+_RENAMED = {"images": "media"}
+"""Fields of dataclasses by their name in checkpoints before sounds."""
 _STORED_DTYPES = frozenset(
     getattr(torch, name)
     for name in (
@@ -227,7 +230,7 @@ class _Decoder:
 
     def build_object(self, item: Any) -> Any:
         name, content = item
-        return _DATACLASSES[name](**{key: self.decode(value) for key, value in content.items()})
+        return _DATACLASSES[name](**{_RENAMED.get(key, key): self.decode(value) for key, value in content.items()})
 
     def decode(self, code: Any) -> Any:
         if isinstance(code, list):
