@@ -9,9 +9,9 @@ from typing import Any
 
 from covey.data.media.kinds import MEDIA_COLUMNS
 from covey.data.rendering import ROW_COLUMNS
-from covey.errors import ConfigError, DataError, did_you_mean, first_line
+from covey.errors import ConfigError, DataError, first_line
 from covey.files.hub import bounded_hub
-from covey.files.places import looks_local
+from covey.files.places import looks_local, nearest_sibling
 
 COLUMNS = (*ROW_COLUMNS, *MEDIA_COLUMNS, "task", "task_dir", "task_index")
 """Names that no column of the metadata has: an `image` there is a container's."""
@@ -27,8 +27,7 @@ def task_folders(source: str) -> list[Path]:
     root = Path(source).expanduser()
     if not root.is_dir():
         if looks_local(source):
-            near = [path.name for path in root.parent.iterdir()] if root.parent.is_dir() else []
-            raise DataError(f"The folder of tasks {source!r} does not exist.{did_you_mean(root.name, near)}")
+            raise DataError(f"The folder of tasks {source!r} does not exist.{nearest_sibling(root)}")
         root = _downloaded(source)
     places = (
         (root / "task.toml", *(root / "tasks").glob("*/task.toml")),

@@ -64,12 +64,16 @@ def refuse_missing(name: str, what: str) -> None:
     if not looks_local(text) or _exists(text):
         return
     path = Path(text).expanduser()
-    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     where = "" if path.parent.is_dir() else f" There is no folder {str(path.parent)!r} either."
     server = " The address of a server begins with http://." if re.match(r"[\w.\-]+:\d+(/|$)", text) else ""
-    hint = f"{did_you_mean(path.name, siblings)}{where}{server}"
+    hint = f"{nearest_sibling(path)}{where}{server}"
     kind = DataError if is_data else ModelError
     raise kind(f"The {what} {name!r} does not exist.{hint}")
+
+
+def nearest_sibling(path: Path) -> str:
+    """A sentence with the name in the folder of a missing path that is most like its own; empty without one."""
+    return did_you_mean(path.name, [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else [])
 
 
 def near_here(name: str, names: Iterable[str] = ()) -> str:

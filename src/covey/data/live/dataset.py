@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from covey import names
 from covey.data.live.sources import LINES, FollowFile, FollowFolder, FollowIterable, HttpQueue, Source
-from covey.errors import CoveyError, DataError, did_you_mean
+from covey.errors import CoveyError, DataError
+from covey.files.places import nearest_sibling
 
 logger = logging.getLogger(__name__)
 
@@ -111,17 +112,15 @@ def _source_by_name(name: str) -> Source:
     module = name.rpartition(":")[0]
     if module and not path.exists():
         return _import_source(name, module)
-    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     if path.suffix not in LINES:
-        there = "" if path.exists() else f" There is nothing of that name here.{did_you_mean(path.name, siblings)}"
+        there = "" if path.exists() else f" There is nothing of that name here.{nearest_sibling(path)}"
         raise DataError(f"follow:{name} is no JSON Lines file (.jsonl), folder, http address or file.py:source.{there}")
     if not path.parent.is_dir():
         raise DataError(
             f"follow:{name}: there is no folder {str(path.parent)!r}; make it first, the file may come later."
         )
     if not path.exists():
-        hint = did_you_mean(path.name, siblings)
-        logger.warning("follow:%s does not exist yet; training waits until it is there.%s", name, hint)
+        logger.warning("follow:%s does not exist yet; training waits until it is there.%s", name, nearest_sibling(path))
     return FollowFile(path)
 
 
