@@ -27,12 +27,12 @@ def split(rows: Any, group: ContextGroup) -> Any:
 
     The last place [N T] stands for none: every process scores equally many tokens, so that each has a gradient to pass on.
     """
-    size, rank, (count, width) = group.size, group.rank, rows.shape
+    size, (count, width) = group.size, rows.shape
     padding = -rows.input_ids.shape[1] % size
-    ids, positions = (F.pad(x, (0, padding))[:, rank::size] for x in (rows.input_ids, rows.position_ids))
+    ids, positions = (F.pad(x, (0, padding))[:, group.tokens] for x in (rows.input_ids, rows.position_ids))
     owner = (rows.source % size).cpu()
     most = int(torch.bincount(owner, minlength=size).max())
-    mine = (owner == rank).nonzero().squeeze(1).to(rows.source.device)
+    mine = (owner == group.rank).nonzero().squeeze(1).to(rows.source.device)
     filled = lambda x, fill: F.pad(x[mine], (0, most - len(mine)), value=fill)
     return replace(
         rows,

@@ -123,8 +123,8 @@ def repeats_in(packed: PaddedRows | SharedRows) -> Tensor:
 def _share_of(packed: PaddedRows | SharedRows) -> tuple[int, slice]:
     """Number of tokens of a batch, and which of them this process computes: all, or its share of the context (`split`)."""
     group = getattr(packed, "context", None)
-    size, rank = (1, 0) if group is None else (group.size, group.rank)
-    return packed.input_ids.numel() * size, slice(rank, None, size)
+    count = packed.input_ids.numel()
+    return (count, slice(None)) if group is None else (count * group.size, group.tokens)
 
 
 def choices_of(rows: Sequence[Row], spans: Sequence[tuple[int, int, int]], total: int) -> Tensor | None:

@@ -33,15 +33,20 @@ class ContextGroup:
 
     @property
     def rank(self) -> int:
-        """Place of this process in its group: it computes tokens `rank`, `rank + size`, ..."""
+        """Place of this process in its group."""
         return self.world.rank % self.size
+
+    @property
+    def tokens(self) -> slice:
+        """Those of a whole row that this process computes."""
+        return slice(self.rank, None, self.size)
 
     def passes(self) -> AbstractContextManager[None]:
         """Context of passes, in which a process that has ended is named by RankError."""
         return self.world.passes()
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over the group of `x`, whose elements are zero on all processes but one.
+        """Sum over the group of `x`, of which each process has a part.
 
         Every process then computes the same loss from it, so its gradient is already that of the whole.
         """
