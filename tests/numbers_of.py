@@ -10,7 +10,7 @@ from covey.errors import ConfigError
 
 VALUES = ("x", None, math.nan, math.inf, -math.inf, -1, True, 10**400, [1])
 _NUMBER = re.compile(
-    r"\b(float|int|BelowOne|Bound|Count|CountOrZero|Finite|KLOption|Limit|NotNegative|Positive|Share)\b"
+    r"\b(float|int|BelowOne|Bound|Count|CountOrZero|Finite|KLOption|LengthRatio|Limit|NotNegative|Positive|Share)\b"
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -81,6 +82,19 @@ def test_values_that_would_turn_a_part_round_or_change_nothing_are_refused(make,
 )
 def test_a_list_is_no_controller_and_true_is_no_1(make, sentence):
     with pytest.raises(ConfigError, match=sentence):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: alg.Clipped(dual=0.5), "dual=0.5 must be above 1. Below, no token of A < 0 would learn on-policy."),
+        (lambda: alg.Distill(teacher="m", top_k=0), "top_k=0 must be at least 1. None takes the whole vocabulary."),
+        (lambda: BUILTIN["rouge"](max_ratio=0.5), "max_ratio=0.5 must be at least 1. At 1 a text is as long as its reference."),
+    ],
+)  # fmt: skip
+def test_a_range_says_why(make, why):
+    with pytest.raises(ConfigError, match=re.escape(why)):
         make()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sources import FILES, SRC, nodes_of, text_of
 
-LINES = 104_838
+LINES = 104_844
 """Lines of src/covey in Python, JavaScript and C++, without what others wrote (`vendor`)."""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from covey.algorithms.control import Controller, current
 from covey.algorithms.teacher_signals import informed
 from covey.algorithms.teachers import TeacherRole
-from covey.declared import Count, Finite, Measured, NotNegative, Positive, checked_dataclass
+from covey.declared import Count, Finite, Measured, NotNegative, Positive, Range, checked_dataclass
 from covey.errors import ConfigError
 from covey.types import Aggregate, Mean, Metric, TokenBatch, Totals
 
@@ -74,7 +74,7 @@ class Distill(TeacherRole):
     divergence: Divergence = "reverse_kl"
     beta: Finite = 0.5
     """The teacher's share of the mixture in `jsd`."""
-    top_k: Count | None = None
+    top_k: Annotated[int, Range(at_least=1, why="None takes the whole vocabulary.")] | None = None
     """Distinguish only the k likeliest tokens of the distribution that the divergence is a mean under, and count the rest as
     one outcome; None: the whole vocabulary. An endpoint tells its own k likeliest tokens."""
     entropy_sensitivity: NotNegative = 0.0

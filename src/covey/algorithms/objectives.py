@@ -35,7 +35,10 @@ class Clipped:
     low: Bound = 0.2
     high: Bound | None = None
     delta: Limit | None = None
-    dual: Annotated[float, Range(above=1, may_be_infinite=True)] | None = None
+    dual: (
+        Annotated[float, Range(above=1, may_be_infinite=True, why="Below, no token of A < 0 would learn on-policy.")]
+        | None
+    ) = None
     level: Level = "token"
     limit: Limit | None = None
     scales_with_advantage = True

@@ -3,9 +3,11 @@
 After the step `reference <- (1 - alpha) reference + alpha policy`: 0 keeps it, 1 copies. TR-DPO, Gorbatovski et al. 2024.
 """
 
+from typing import Annotated
+
 from torch import Tensor
 
-from covey.declared import Count, CountOrZero, NotNegative, Share, checked_dataclass
+from covey.declared import Count, CountOrZero, NotNegative, Range, Share, checked_dataclass
 from covey.types import ReferenceRule, StepReport
 
 
@@ -22,7 +24,7 @@ class Every:
     """
 
     steps: Count = 512
-    alpha: Share = 0.6
+    alpha: Annotated[float, Range(at_least=0, at_most=1, why="0 keeps the reference, 1 copies the policy.")] = 0.6
 
     def __call__(self, report: StepReport) -> float:
         return self.alpha if report.step % self.steps == 0 else 0.0
@@ -42,7 +44,7 @@ class FrozenAt:
 class EMA:
     """An exponential moving average of the policy: `1 - decay` at every step."""
 
-    decay: Share = 0.99
+    decay: Annotated[float, Range(at_least=0, at_most=1, why="0 copies the policy, 1 keeps the reference.")] = 0.99
 
     def __call__(self, report: StepReport) -> float:
         return 1.0 - self.decay

@@ -9,7 +9,7 @@ from covey.data.features.language import language
 from covey.declared import Range, checked_dataclass
 from covey.errors import ConfigError, did_you_mean, needed
 from covey.rewards.builtin.choice import gold_column
-from covey.rewards.builtin.overlap import excess, several
+from covey.rewards.builtin.overlap import LengthRatio, excess, several
 from covey.rewards.builtin.text import text_of
 from covey.rewards.decorators import reward
 
@@ -30,7 +30,7 @@ class Bleu:
     """
 
     max_n: Annotated[int, Range(at_least=1, at_most=8)] = 4
-    max_ratio: Annotated[float, Range(at_least=1)] | None = None
+    max_ratio: LengthRatio | None = None
     tokenize: str | None = None
     lowercase: bool = False
     smooth_method: Literal["exp", "add-k", "floor", "none"] = "exp"

@@ -10,6 +10,7 @@ from covey.rewards.builtin.text import text_of, values_in, words_in
 from covey.rewards.decorators import reward
 
 _MOST_WORDS = 5000
+LengthRatio = Annotated[float, Range(at_least=1, why="At 1 a text is as long as its reference.")]
 
 Words = Sequence[str]
 
@@ -37,7 +38,7 @@ class Rouge:
     """
 
     kind: Literal["1", "2", "L", 1, 2] = "L"
-    max_ratio: Annotated[float, Range(at_least=1)] | None = None
+    max_ratio: LengthRatio | None = None
     needs_one_of = ("reference", "summary", "solution", "answer")
     __name__ = "rouge"
 
